@@ -1,0 +1,360 @@
+"""The one model of the data: what a step is, what a range is, and the words for them.
+
+Everything that measures produces a :class:`StepSample`; everything that shows consumes it. Times are
+integer nanoseconds from end to end. This module imports nothing of the package, and it alone knows how a
+sample is laid out in bytes.
+
+Definitions (used with these meanings everywhere):
+
+* *inclusive*: a range's own duration.
+* *exclusive*: inclusive minus the durations of its child ranges on the same stream.
+* *unattributed*: the step's duration minus the sum of the exclusive times.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from typing import Final
+
+NS_PER_SECOND: Final = 1_000_000_000
+
+NO_LAYER: Final = -1
+NO_PARENT: Final = -1
+
+
+class Category(StrEnum):
+    """What a stretch of time was spent on: a closed set."""
+
+    ALL_REDUCE = "all_reduce"
+    COLLECTIVE = "collective"
+    MOE_EXPERTS = "moe_experts"
+    MOE_ROUTING = "moe_routing"
+    MOE_SHARED_EXPERTS = "moe_shared_experts"
+    MLA_ATTENTION = "mla_attention"
+    SAMPLING = "sampling"
+    INPUT_PREPARATION = "input_preparation"
+    UNATTRIBUTED = "unattributed"
+    # From kernel names only (trace analysis); hooks never produce these.
+    ATTENTION = "attention"
+    DENSE_GEMM = "dense_gemm"
+    KV_CACHE = "kv_cache"
+    NORM = "norm"
+    ROPE = "rope"
+    ACTIVATION = "activation"
+    CAST_QUANT = "cast_quant"
+    ELEMENTWISE = "elementwise"
+    MEMORY = "memory"
+    OTHER = "other"
+
+
+HOOKED_CATEGORIES: Final = (
+    Category.ALL_REDUCE,
+    Category.COLLECTIVE,
+    Category.MOE_EXPERTS,
+    Category.MOE_ROUTING,
+    Category.MOE_SHARED_EXPERTS,
+    Category.MLA_ATTENTION,
+    Category.SAMPLING,
+    Category.INPUT_PREPARATION,
+)
+"""The categories a hook can produce. The order is the code in a ring file: append, never reorder."""
+
+LIVE_CATEGORIES: Final = (*HOOKED_CATEGORIES, Category.UNATTRIBUTED)
+"""The categories of a live breakdown; their exclusive times add up to the step's duration."""
+
+CATEGORY_CODE: Final = {category: code for code, category in enumerate(HOOKED_CATEGORIES)}
+
+
+class Phase(StrEnum):
+    """What the scheduler put into a step. A prefill's last chunk is prefill even if it is one token."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    MIXED = "mixed"
+
+
+class GraphMode(StrEnum):
+    """How vLLM dispatched the step's forward pass: eager, piecewise or full CUDA graphs."""
+
+    NONE = "none"
+    PIECEWISE = "piecewise"
+    FULL = "full"
+
+
+class AllReducePath(StrEnum):
+    """The implementation that an all-reduce really ran through."""
+
+    CUSTOM = "custom"
+    PYNCCL = "pynccl"
+    SYMM_MEM = "symm_mem"
+    NCCL_SYMM_MEM = "nccl_symm_mem"
+    QUICK_REDUCE = "quick_reduce"
+    FLASHINFER = "flashinfer"
+    FLASHINFER_PCIE_IPC = "flashinfer_pcie_ipc"
+    AITER = "aiter"
+    CPU_SHM = "cpu_shm"
+    TORCH_DISTRIBUTED = "torch_distributed"
+    OTHER = "other"
+
+
+class LostReason(StrEnum):
+    """Why a step that was due for sampling left no sample."""
+
+    ABORTED = "aborted"  # the step itself raised, or was never finished
+    TOO_LARGE = "too_large"  # more ranges than a slot of the ring holds
+    ERROR = "error"  # our own code failed
+    UNREAD = "unread"  # its timing events had not been read since the last sample
+
+
+PHASES: Final = tuple(Phase)
+GRAPH_MODES: Final = tuple(GraphMode)
+ALL_REDUCE_PATHS: Final = tuple(AllReducePath)
+LOST_REASONS: Final = tuple(LostReason)
+
+BATCH_BUCKETS: Final = (1, 4, 16, 64, 256)
+"""Upper bounds, in requests, of the `batch` label; above the last it is ``+Inf``."""
+
+SIZE_BUCKETS: Final = (4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304)
+"""Upper bounds, in bytes, of the `size` label; above the last it is ``+Inf``."""
+
+INF_BUCKET: Final = "+Inf"
+BATCH_LABELS: Final = (*(str(bound) for bound in BATCH_BUCKETS), INF_BUCKET)
+SIZE_LABELS: Final = (*(str(bound) for bound in SIZE_BUCKETS), INF_BUCKET)
+
+
+def bucket_index(value: int, bounds: Sequence[int]) -> int:
+    """Index of the first bound that is not below `value`; ``len(bounds)`` where all are.
+
+    A bucket's label is its upper bound, inclusive, as in a Prometheus histogram: batch 64 means 17 to 64.
+    """
+    for index, bound in enumerate(bounds):
+        if value <= bound:
+            return index
+    return len(bounds)
+
+
+def batch_label(requests: int) -> str:
+    """The `batch` label (a power-of-four upper bound) of a step with this many requests."""
+    return BATCH_LABELS[bucket_index(requests, BATCH_BUCKETS)]
+
+
+def size_label(nbytes: int) -> str:
+    """The `size` label (a power-of-four upper bound) of a message of this many bytes."""
+    return SIZE_LABELS[bucket_index(nbytes, SIZE_BUCKETS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """One timed stretch inside a step.
+
+    `start_ns` is an offset from the step's start. `parent` is the index of the enclosing range in the same
+    sample, or ``NO_PARENT``. `detail` is an all-reduce path, a backend class, or empty. `bytes` is the size
+    of the message of a collective, else 0.
+    """
+
+    category: Category
+    start_ns: int
+    duration_ns: int
+    detail: str = ""
+    layer: int = NO_LAYER
+    stream: int = 0
+    bytes: int = 0
+    parent: int = NO_PARENT
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One sampled step on one rank.
+
+    `step` counts executed model steps and is equal on all ranks of a tensor-parallel group.
+    `overhead_ns` is the time our own code took inside the step, as far as it can time itself.
+    """
+
+    step: int
+    phase: Phase
+    requests: int
+    tokens: int
+    padded_tokens: int
+    graph_mode: GraphMode
+    start_unix_ns: int
+    duration_ns: int
+    ranges: tuple[Range, ...] = ()
+    overhead_ns: int = 0
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankCoordinates:
+    """Where a worker stands. `*_size` are the sizes of the groups; an `ep` of -1 means no expert parallelism."""
+
+    global_rank: int = 0
+    local_rank: int = 0
+    tp: int = 0
+    pp: int = 0
+    dp: int = 0
+    ep: int = -1
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the whole server instance."""
+        return self.tp_size * self.pp_size * self.dp_size
+
+
+@dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """Who wrote a ring: kept in its header, readable after the writer's death."""
+
+    instance: str
+    pid: int
+    coordinates: RankCoordinates
+    model: str = ""
+    vllm_version: str = ""
+    plugin_version: str = ""
+    runner: str = ""
+    sample_every: int = 1
+    started_unix_ns: int = 0
+    hooks: dict[str, str] = field(default_factory=dict)
+    """Hook name -> state, a value of :class:`vllm_k25_instrument.hooks.point.HookState`."""
+
+
+# --- arithmetic ----------------------------------------------------------------------------------------
+
+
+def exclusive_ns(sample: StepSample) -> list[int]:
+    """Exclusive time of each range, in the order of `sample.ranges`.
+
+    exclusive = duration - sum of the durations of its direct children on the same stream.
+    """
+    exclusive = [r.duration_ns for r in sample.ranges]
+    for r in sample.ranges:
+        if r.parent != NO_PARENT and sample.ranges[r.parent].stream == r.stream:
+            exclusive[r.parent] -= r.duration_ns
+    return exclusive
+
+
+def category_exclusive_ns(sample: StepSample) -> dict[Category, int]:
+    """Exclusive time per category, `unattributed` included: the values add up to the step's duration."""
+    totals = dict.fromkeys(LIVE_CATEGORIES, 0)
+    attributed = 0
+    for r, own in zip(sample.ranges, exclusive_ns(sample), strict=True):
+        totals[r.category] += own
+        attributed += own
+    totals[Category.UNATTRIBUTED] = sample.duration_ns - attributed
+    return totals
+
+
+# --- the bytes of a sample -------------------------------------------------------------------------------
+
+_SAMPLE = struct.Struct("<QQQQIIIBBBxIxxxx")
+_RANGE_FORMAT = "QQQhhBBH"
+_RANGE = struct.Struct("<" + _RANGE_FORMAT)
+
+SAMPLE_BYTES: Final = _SAMPLE.size
+RANGE_BYTES: Final = _RANGE.size
+RANGE_FIELDS: Final = 8
+"""start_ns, duration_ns, bytes, layer, parent, category code, stream, detail index."""
+
+MAX_STREAM: Final = 0xFF
+MAX_RANGES: Final = 0x7FFF
+
+
+@lru_cache(maxsize=1024)
+def _ranges_struct(count: int) -> struct.Struct:
+    return struct.Struct("<" + _RANGE_FORMAT * count)
+
+
+def pack_sample(
+    *,
+    step: int,
+    phase_code: int,
+    requests: int,
+    tokens: int,
+    padded_tokens: int,
+    graph_code: int,
+    start_unix_ns: int,
+    duration_ns: int,
+    overhead_ns: int,
+    complete: bool,
+    range_count: int,
+    range_fields: Sequence[int],
+) -> bytes:
+    """The bytes of one sample, from plain integers (the writer's hot path builds no objects).
+
+    `range_fields` holds ``RANGE_FIELDS`` integers per range, one range after the other. Raises
+    ``struct.error`` where a value does not fit its field.
+    """
+    head = _SAMPLE.pack(
+        step,
+        start_unix_ns,
+        duration_ns,
+        overhead_ns,
+        requests,
+        tokens,
+        padded_tokens,
+        phase_code,
+        graph_code,
+        complete,
+        range_count,
+    )
+    return head + _ranges_struct(range_count).pack(*range_fields)
+
+
+def unpack_sample(data: bytes | memoryview, details: Sequence[str]) -> StepSample:
+    """The sample that `pack_sample` wrote; `details` is the ring's table of detail strings.
+
+    Raises ValueError where the bytes are not those of a sample.
+    """
+    try:
+        (
+            step,
+            start_unix_ns,
+            duration_ns,
+            overhead_ns,
+            requests,
+            tokens,
+            padded_tokens,
+            phase_code,
+            graph_code,
+            complete,
+            range_count,
+        ) = _SAMPLE.unpack_from(data, 0)
+        end = SAMPLE_BYTES + range_count * RANGE_BYTES
+        if range_count > MAX_RANGES or end > len(data):
+            raise ValueError(f"{range_count} ranges do not fit {len(data)} bytes")
+        ranges = tuple(
+            Range(
+                category=HOOKED_CATEGORIES[category],
+                start_ns=start,
+                duration_ns=duration,
+                detail=details[detail],
+                layer=layer,
+                stream=stream,
+                bytes=nbytes,
+                parent=parent,
+            )
+            for start, duration, nbytes, layer, parent, category, stream, detail in _RANGE.iter_unpack(
+                memoryview(data)[SAMPLE_BYTES:end]
+            )
+        )
+        return StepSample(
+            step=step,
+            phase=PHASES[phase_code],
+            requests=requests,
+            tokens=tokens,
+            padded_tokens=padded_tokens,
+            graph_mode=GRAPH_MODES[graph_code],
+            start_unix_ns=start_unix_ns,
+            duration_ns=duration_ns,
+            ranges=ranges,
+            overhead_ns=overhead_ns,
+            complete=bool(complete),
+        )
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"not a step sample: {error}") from error

@@ -1,0 +1,114 @@
+"""Every setting, typed and documented: environment variables with the prefix ``K25_``.
+
+The README's table of settings is generated from this class (``python -m vllm_k25_instrument.settings``).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from vllm_k25_instrument.instances import default_ring_directory
+from vllm_k25_instrument.model import HOOKED_CATEGORIES, Category
+from vllm_k25_instrument.ring import DEFAULT_BYTES, DEFAULT_SAMPLES, MIN_SLOTS
+
+PREFIX: Final = "K25_"
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used. The message is one line: variable, value, and what is allowed."""
+
+
+class Metrics(StrEnum):
+    """Where the metrics go."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
+class Settings(BaseSettings):
+    """Settings of the plugin and of the tools around it."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
+
+    instrument: bool = Field(False, description="Turn the plugin on. Off, it patches nothing.")
+    ring_dir: Path = Field(
+        default_factory=default_ring_directory,
+        description="Directory of the rings: a folder per server instance, mode 0700. Keep it on a local tmpfs. "
+        "Default: `/dev/shm/vllm_k25-<uid>`.",
+    )
+    ring_samples: int = Field(
+        DEFAULT_SAMPLES, ge=MIN_SLOTS, le=1_000_000, description="Sampled steps that a rank's ring holds at most."
+    )
+    ring_bytes: int = Field(
+        DEFAULT_BYTES,
+        ge=64 * 1024,
+        le=16 * 1024**3,
+        description="Bytes of samples that a rank's ring holds at most. Divided by `K25_RING_SAMPLES` this is the "
+        "room for one step: at the defaults 509 ranges.",
+    )
+    ring_keep: int = Field(
+        1, ge=0, le=1000, description="Dead instances whose rings the next start leaves in place (the flight recorder)."
+    )
+    sample_every: int = Field(
+        16, ge=1, le=1_000_000, description="Sample every Nth step: those whose number is a multiple of N, on all ranks."
+    )
+    categories: Annotated[frozenset[Category], NoDecode] = Field(
+        frozenset(HOOKED_CATEGORIES),
+        description="Categories to hook, separated by commas, or `all`. What is left out counts as `unattributed`.",
+    )
+    nvtx: bool = Field(True, description="Emit NVTX ranges in sampled steps (nothing happens without a tool attached).")
+    metrics: Metrics = Field(Metrics.AUTO, description="`auto`: in vLLM's own `/metrics` where that is possible. `off`.")
+    export_host: str = Field("127.0.0.1", description="Address that `vllm-k25 export` listens on.")
+    export_port: int = Field(9425, ge=0, le=65_535, description="Port that `vllm-k25 export` listens on; 0 picks one.")
+
+    @field_validator("categories", mode="before")
+    @classmethod
+    def _split_categories(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        if value.strip() == "all":
+            return frozenset(HOOKED_CATEGORIES)
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        unknown = [name for name in names if name not in set(HOOKED_CATEGORIES)]
+        if unknown:
+            raise ValueError(f"unknown {', '.join(unknown)}; allowed: all, {', '.join(HOOKED_CATEGORIES)}")
+        return frozenset(Category(name) for name in names)
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Read the settings from the environment. Raises SettingsError, with one line, on the first wrong value."""
+    try:
+        return Settings(**overrides)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_describe(detail) for detail in error.errors()[:3])) from None
+
+
+def _describe(detail: Any) -> str:
+    name = str(detail["loc"][0]) if detail["loc"] else ""
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    return f"{PREFIX}{name.upper()}={detail['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def settings_table() -> str:
+    """The table of settings as Markdown."""
+    lines = ["| variable | default | meaning |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        lines.append(f"| `{PREFIX}{name.upper()}` | {_default(name, field.default)} | {field.description} |")
+    return "\n".join(lines)
+
+
+def _default(name: str, value: object) -> str:
+    if name == "ring_dir":
+        return "see there"
+    if name == "categories":
+        return "`all`"
+    return f"`{int(value) if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    print(settings_table())  # noqa: T201
