@@ -1,0 +1,24 @@
+"""The `vllm-k25` command."""
+
+from __future__ import annotations
+
+import typer
+
+from vllm_k25_instrument.commands.demo import demo
+from vllm_k25_instrument.commands.doctor import doctor
+from vllm_k25_instrument.commands.export import export
+from vllm_k25_instrument.commands.report import report
+from vllm_k25_instrument.commands.top import top
+
+app = typer.Typer(
+    name="vllm-k25",
+    help="Where every microsecond of a vLLM decode step goes.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for command in (demo, doctor, top, export, report):
+    app.command()(command)
+
+if __name__ == "__main__":
+    app()

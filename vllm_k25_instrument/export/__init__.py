@@ -1,0 +1,1 @@
+"""Rings -> Prometheus: in vLLM's own /metrics, or from a stand-alone exporter."""

@@ -1,0 +1,1 @@
+"""StepSamples -> breakdown -> tables, Markdown, HTML and JSON."""
