@@ -94,7 +94,9 @@ def create_instance(directory: Path, keep: int) -> tuple[Instance, int]:
 def list_instances(directory: Path) -> list[Instance]:
     """The instances below `directory`, most recent first."""
     with contextlib.suppress(OSError):
-        found = [Instance(p) for p in directory.iterdir() if p.is_dir() and (ring_paths(p) or (p / _OWNER_FILE).exists())]
+        found = [
+            Instance(p) for p in directory.iterdir() if p.is_dir() and (ring_paths(p) or (p / _OWNER_FILE).exists())
+        ]
         return sorted(found, key=lambda instance: (instance.modified, instance.name), reverse=True)
     return []
 

@@ -32,7 +32,14 @@ from pathlib import Path
 from typing import Final
 
 from vllm_k25_instrument.liveness import hold, is_held
-from vllm_k25_instrument.model import RANGE_BYTES, SAMPLE_BYTES, RankCoordinates, RankIdentity, StepSample, unpack_sample
+from vllm_k25_instrument.model import (
+    RANGE_BYTES,
+    SAMPLE_BYTES,
+    RankCoordinates,
+    RankIdentity,
+    StepSample,
+    unpack_sample,
+)
 from vllm_k25_instrument.totals import FINGERPRINT, TOTALS_BYTES, Totals, TotalsWriter
 
 MAGIC: Final = b"K25RING\0"

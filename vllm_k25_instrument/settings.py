@@ -55,14 +55,19 @@ class Settings(BaseSettings):
         1, ge=0, le=1000, description="Dead instances whose rings the next start leaves in place (the flight recorder)."
     )
     sample_every: int = Field(
-        16, ge=1, le=1_000_000, description="Sample every Nth step: those whose number is a multiple of N, on all ranks."
+        16,
+        ge=1,
+        le=1_000_000,
+        description="Sample every Nth step: those whose number is a multiple of N, on all ranks.",
     )
     categories: Annotated[frozenset[Category], NoDecode] = Field(
         frozenset(HOOKED_CATEGORIES),
         description="Categories to hook, separated by commas, or `all`. What is left out counts as `unattributed`.",
     )
     nvtx: bool = Field(True, description="Emit NVTX ranges in sampled steps (nothing happens without a tool attached).")
-    metrics: Metrics = Field(Metrics.AUTO, description="`auto`: in vLLM's own `/metrics` where that is possible. `off`.")
+    metrics: Metrics = Field(
+        Metrics.AUTO, description="`auto`: in vLLM's own `/metrics` where that is possible. `off`."
+    )
     export_host: str = Field("127.0.0.1", description="Address that `vllm-k25 export` listens on.")
     export_port: int = Field(9425, ge=0, le=65_535, description="Port that `vllm-k25 export` listens on; 0 picks one.")
 

@@ -46,7 +46,10 @@ BATCH_ROWS: Final = 24
 the number of time series stays bounded whatever a server is asked to do."""
 
 _ROW_LABELS: Final = tuple(
-    (phase, graph, batch) for phase in range(len(PHASES)) for graph in range(len(GRAPH_MODES)) for batch in range(len(BATCH_LABELS))
+    (phase, graph, batch)
+    for phase in range(len(PHASES))
+    for graph in range(len(GRAPH_MODES))
+    for batch in range(len(BATCH_LABELS))
 )
 _CATEGORIES: Final = len(LIVE_CATEGORIES)
 

@@ -1,0 +1,22 @@
+"""The one table of everything that is wrapped in vLLM."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_k25_instrument.hooks.collectives import COLLECTIVE_POINTS
+from vllm_k25_instrument.hooks.mla import MLA_POINTS
+from vllm_k25_instrument.hooks.moe import MOE_POINTS
+from vllm_k25_instrument.hooks.point import HookPoint
+from vllm_k25_instrument.hooks.steps import FRAME_POINTS, STEP_POINTS
+
+HOOK_TABLE: Final[tuple[HookPoint, ...]] = (
+    *STEP_POINTS,
+    *FRAME_POINTS,
+    *COLLECTIVE_POINTS,
+    *MOE_POINTS,
+    *MLA_POINTS,
+)
+
+TESTED_VLLM: Final = ">=0.32,<0.33"
+"""The releases that the whole suite has run against."""

@@ -1,0 +1,178 @@
+"""The functions that are put around vLLM's.
+
+All of them take ``*args, **kwargs`` and pass them through, return what the callee returns and raise what it raises.
+While TorchDynamo traces, they are transparent: `is_dynamo_compiling` is a constant to the tracer, so that nothing
+after it is looked at, guarded on, or able to break the graph. (`torch.compiler.is_compiling` says the same there and
+costs more per call everywhere else.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from vllm_k25_instrument.hooks.arguments import argument
+from vllm_k25_instrument.hooks.point import HookKind, HookPoint
+from vllm_k25_instrument.log import logger
+from vllm_k25_instrument.model import GraphMode
+from vllm_k25_instrument.recorder.recorder import Recorder
+
+Function = Callable[..., Any]
+
+ADOPTED: Final = "_k25_shared_experts"
+"""Set in the instance dictionary of a module that serves as shared experts."""
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
+def wrap(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    """`function` with the behaviour of `point` around it, under its own name, signature and documentation."""
+    wrapper = _WRAPPERS[point.kind](function, point, recorder)
+    return functools.wraps(function)(wrapper)
+
+
+def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_dynamo_compiling() or not recorder.recording:
+            return function(*args, **kwargs)
+        opened = recorder.enter(point, args, kwargs)
+        if opened is None:
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            recorder.leave(opened)
+
+    return wrapper
+
+
+def _adopted_range(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    """A range only for the instances that `after_construction` has marked."""
+    timed = _range(function, point, recorder)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_dynamo_compiling() or not recorder.recording or ADOPTED not in args[0].__dict__:
+            return function(*args, **kwargs)
+        return timed(*args, **kwargs)
+
+    return wrapper
+
+
+def after_construction(constructor: Function, adopt: Callable[[Any], None]) -> Function:
+    """A constructor that hands its first argument, the wrapped module, to `adopt` when it is done."""
+
+    @functools.wraps(constructor)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        constructor(*args, **kwargs)
+        try:
+            adopt(argument(args, kwargs, 1, "layer"))
+        except Exception as error:
+            logger.warning("K25: the shared experts of %s are not timed: %s", type(args[0]).__name__, error)
+
+    return wrapper
+
+
+def _path(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_dynamo_compiling() or not recorder.recording:
+            return function(*args, **kwargs)
+        opened = recorder.take_path(point, args, kwargs)
+        result = function(*args, **kwargs)
+        if result is None and opened is not None and point.none_is_refusal:
+            recorder.refuse_path(opened)
+        return result
+
+    return wrapper
+
+
+def _layer(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_dynamo_compiling() or not recorder.recording:
+            return function(*args, **kwargs)
+        recorder.enter_layer(point, args, kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _step(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        # A runner's method that calls its parent's is still one step; a dummy run (profiling, graph capture, an idle
+        # data-parallel rank keeping its peers company) is none.
+        if recorder.executing or kwargs.get("dummy_run"):
+            return function(*args, **kwargs)
+        begun = recorder.begin_step(argument(args, kwargs, 1, "scheduler_output"))
+        recorder.executing = True
+        try:
+            result = function(*args, **kwargs)
+        except BaseException:
+            recorder.abort_step()
+            raise
+        finally:
+            recorder.executing = False
+        # None: the model has run and the step goes on in sample_tokens.
+        if begun and result is not None:
+            recorder.end_step()
+        return result
+
+    return wrapper
+
+
+def _step_sampling(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.in_step:
+            return function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException:
+            recorder.abort_step()
+            raise
+        recorder.end_step()
+        return result
+
+    return wrapper
+
+
+_GRAPH_MODES = {"NONE": GraphMode.NONE, "PIECEWISE": GraphMode.PIECEWISE, "FULL": GraphMode.FULL}
+
+
+def _graph_dispatch(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if recorder.recording:
+            dispatched = describe_dispatch(result)
+            if dispatched is not None:
+                recorder.dispatched(*dispatched)
+        return result
+
+    return wrapper
+
+
+def describe_dispatch(result: Any) -> tuple[GraphMode, int] | None:
+    """Graph mode and padded number of tokens from what either model runner's dispatch returns.
+
+    V1 returns ``(mode, descriptor, ...)``, V2 ``(descriptor with cg_mode, ...)``. None where it is neither.
+    """
+    if not isinstance(result, tuple) or len(result) < 2:
+        return None
+    if hasattr(result[0], "cg_mode"):
+        mode, descriptor = result[0].cg_mode, result[0]
+    else:
+        mode, descriptor = result[0], result[1]
+    graph_mode = _GRAPH_MODES.get(getattr(mode, "name", ""))
+    tokens = getattr(descriptor, "num_tokens", None)
+    return (graph_mode, tokens) if graph_mode is not None and isinstance(tokens, int) else None
+
+
+_WRAPPERS: dict[HookKind, Callable[[Function, HookPoint, Recorder], Function]] = {
+    HookKind.RANGE: _range,
+    HookKind.SHARED_EXPERTS: _adopted_range,
+    HookKind.PATH: _path,
+    HookKind.LAYER: _layer,
+    HookKind.STEP: _step,
+    HookKind.STEP_SAMPLING: _step_sampling,
+    HookKind.GRAPH_DISPATCH: _graph_dispatch,
+}

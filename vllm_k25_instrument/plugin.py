@@ -1,0 +1,146 @@
+"""The entry point of ``vllm.general_plugins``: runs in every process of a vLLM server, some of them twice.
+
+Off unless ``K25_INSTRUMENT=1``. Then, by role of the process: the front end makes the instance's folder and puts the
+metrics into /metrics, a process in which vLLM constructs a Worker gets the hooks and a ring, and the engine's core
+gets nothing. This module imports nothing heavy, and nothing here may raise: vLLM starts whatever happens to us.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_k25_instrument.log import logger
+
+if TYPE_CHECKING:
+    from vllm_k25_instrument.settings import Settings
+    from vllm_k25_instrument.worker import WorkerInstrument
+
+_SWITCH: Final = "K25_INSTRUMENT"
+_RAY_PREFIXES: Final = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+_WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
+
+
+class _Process:
+    """What has been started in this process. One per process: plugins are loaded more than once."""
+
+    registered = False
+    instance_fd: int | None = None
+    worker: WorkerInstrument | None = None
+
+
+def register() -> None:
+    """Start what this process's role asks for. Idempotent; never raises."""
+    if os.environ.get(_SWITCH, "0").strip().lower() in ("", "0", "false", "off", "no") or _Process.registered:
+        return
+    _Process.registered = True
+    try:
+        _register()
+    except Exception:
+        logger.exception("K25: the instrument could not be started; vLLM goes on without it")
+
+
+def _register() -> None:
+    from vllm_k25_instrument.settings import SettingsError, load_settings
+
+    try:
+        settings = load_settings()
+    except SettingsError as error:
+        logger.error("K25: not instrumenting: %s", error)
+        return
+    if not settings.instrument:
+        return
+    if not _ensure_instance(settings):
+        return
+    _copy_to_ray_workers()
+    _when_a_worker_is_constructed(settings)
+    if _is_front_end():
+        _start_metrics(settings)
+
+
+def _is_front_end() -> bool:
+    """Whether requests may arrive here: the main process, or one of several API servers."""
+    return multiprocessing.parent_process() is None or "ApiServer" in multiprocessing.current_process().name
+
+
+def _ensure_instance(settings: Settings) -> bool:
+    """The instance that this process belongs to: its parent's, or a new one. False where there can be none."""
+    from vllm_k25_instrument.instances import INSTANCE_VARIABLE, create_instance
+
+    # A main process starts a server of its own, even where it was started from inside another one's environment; a
+    # Ray worker is a main process too, but one that was handed an instance.
+    inherits = multiprocessing.parent_process() is not None or "RAY_JOB_ID" in os.environ
+    if inherits and os.environ.get(INSTANCE_VARIABLE):
+        return True
+    try:
+        instance, _Process.instance_fd = create_instance(settings.ring_dir, settings.ring_keep)
+    except OSError as error:
+        logger.error(
+            "K25: not instrumenting: cannot use K25_RING_DIR=%s (%s); set it to a writable directory on a local tmpfs",
+            settings.ring_dir,
+            error,
+        )
+        return False
+    os.environ[INSTANCE_VARIABLE] = instance.name
+    return True
+
+
+def _copy_to_ray_workers() -> None:
+    """Ray hands only known prefixes of environment variables to vLLM's workers; ours must be one."""
+    prefixes = [p for p in os.environ.get(_RAY_PREFIXES, "").split(",") if p]
+    if "K25_" not in prefixes:
+        os.environ[_RAY_PREFIXES] = ",".join([*prefixes, "K25_"])
+
+
+def _when_a_worker_is_constructed(settings: Settings) -> None:
+    import wrapt
+
+    def watch(module: ModuleType) -> None:
+        try:
+            _watch_worker_class(module.WorkerBase, settings)
+        except Exception:
+            logger.exception("K25: cannot watch vLLM's workers; they are not instrumented")
+
+    wrapt.register_post_import_hook(watch, _WORKER_MODULE)
+
+
+def _watch_worker_class(worker_class: Any, settings: Settings) -> None:
+    import functools
+
+    constructor = worker_class.__init__
+
+    @functools.wraps(constructor)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs)
+        start_worker(settings, self)
+
+    worker_class.__init__ = construct
+
+
+def start_worker(settings: Settings, worker: Any) -> None:
+    """Instrument this process, in which vLLM has just constructed `worker`. Idempotent; never raises."""
+    if _Process.worker is not None:
+        return
+    try:
+        from vllm_k25_instrument.instances import INSTANCE_VARIABLE
+        from vllm_k25_instrument.worker import WorkerInstrument
+
+        instrument = WorkerInstrument(settings, os.environ[INSTANCE_VARIABLE], worker)
+        _Process.worker = instrument
+        instrument.start()
+    except OSError as error:
+        logger.error("K25: rank not instrumented: no ring in K25_RING_DIR=%s (%s)", settings.ring_dir, error)
+    except Exception:
+        logger.exception("K25: rank not instrumented; vLLM goes on without us")
+
+
+def _start_metrics(settings: Settings) -> None:
+    from vllm_k25_instrument.instances import INSTANCE_VARIABLE
+
+    if settings.metrics == "off":
+        return
+    from vllm_k25_instrument.export.in_vllm import register_in_vllm
+
+    register_in_vllm(settings, settings.ring_dir / os.environ[INSTANCE_VARIABLE])

@@ -1,0 +1,45 @@
+"""Where time marks come from: one small protocol between the recorder and the hardware."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Protocol, TypeVar
+
+Mark = TypeVar("Mark")
+
+
+class Device(Protocol[Mark]):
+    """Takes marks on the current stream and tells, later, how far apart they are."""
+
+    def mark(self) -> Mark:
+        """A mark on the stream that is current. Never synchronises."""
+
+    def completed(self, mark: Mark) -> bool:
+        """Whether the device has passed the mark. Never waits; not to be asked while capturing."""
+
+    def elapsed_ns(self, start: Mark, end: Mark) -> int:
+        """Nanoseconds from one completed mark to another."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph (an invalidated capture counts)."""
+
+    def stream(self) -> int:
+        """A small number for the current stream; 0 is the main one."""
+
+
+class HostClock:
+    """The CPU platform: work is done when the call returns, so a mark is the monotonic clock."""
+
+    mark = staticmethod(perf_counter_ns)
+
+    def completed(self, mark: int) -> bool:
+        return True
+
+    def elapsed_ns(self, start: int, end: int) -> int:
+        return end - start
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def stream(self) -> int:
+        return 0

@@ -1,0 +1,160 @@
+"""What a worker process gets: a ring, a recorder, the hooks.
+
+Everything starts when vLLM constructs its Worker object, which is what makes a process a worker: a process of its
+own under tensor parallelism, the engine's process with one rank, the user's own process in offline use.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm_k25_instrument import __version__, markers
+from vllm_k25_instrument.hooks.patcher import Patcher
+from vllm_k25_instrument.hooks.point import HookPoint
+from vllm_k25_instrument.hooks.table import HOOK_TABLE
+from vllm_k25_instrument.instances import open_instance
+from vllm_k25_instrument.log import logger
+from vllm_k25_instrument.model import RankCoordinates, RankIdentity
+from vllm_k25_instrument.recorder.device import HostClock
+from vllm_k25_instrument.recorder.recorder import Recorder
+from vllm_k25_instrument.ring import RingLayout, RingWriter, ring_file_name
+from vllm_k25_instrument.settings import Settings
+
+
+class WorkerInstrument:
+    """The instrument of one worker."""
+
+    def __init__(self, settings: Settings, instance: str, worker: Any) -> None:
+        """`worker`: vLLM's freshly constructed Worker. Raises OSError where the ring cannot be made."""
+        config = worker.vllm_config
+        identity = RankIdentity(
+            instance=instance,
+            pid=os.getpid(),
+            coordinates=coordinates_of(config, worker.rank, worker.local_rank),
+            model=str(config.model_config.served_model_name or config.model_config.model),
+            vllm_version=vllm_version(),
+            plugin_version=__version__,
+            sample_every=settings.sample_every,
+            started_unix_ns=time.time_ns(),
+        )
+        folder = open_instance(settings.ring_dir, instance).path
+        planned = RingLayout.plan(settings.ring_samples, settings.ring_bytes)
+        self.ring = RingWriter(folder / ring_file_name(identity.coordinates.global_rank), identity, planned)
+        if self.ring.layout != planned:
+            logger.warning(
+                "K25: %s is short of space: the ring holds %d samples instead of %d",
+                settings.ring_dir,
+                self.ring.layout.slots,
+                planned.slots,
+            )
+        attached = markers.attach() if settings.nvtx else None
+        self.recorder = Recorder(
+            self.ring,
+            HostClock(),
+            sample_every=settings.sample_every,
+            on_error=self._on_error,
+            markers=attached,
+            graph_hint=_only_graph_mode(config),
+            on_first_step=self._model_loaded,
+        )
+        self.patcher = Patcher(
+            HOOK_TABLE,
+            self.recorder,
+            vllm_version=identity.vllm_version,
+            categories=settings.categories,
+            on_change=self._hooks_changed,
+        )
+        self._logged: set[str] = set()
+
+    @property
+    def path(self) -> Path:
+        return self.ring.path
+
+    def start(self) -> None:
+        """Put the hooks in place."""
+        self.patcher.install()
+        self._hooks_changed()
+        identity = self.ring.identity
+        logger.info(
+            "K25: instrumenting rank %d, every %d steps, ring %s",
+            identity.coordinates.global_rank,
+            identity.sample_every,
+            self.ring.path,
+        )
+
+    def _model_loaded(self) -> None:
+        """All that the model needs is imported: look again for what was not there, and say what is missing."""
+        self.patcher.retry()
+        for name, state in self.patcher.states_by_name().items():
+            if state == "missing":
+                logger.warning(
+                    "K25: vLLM %s has no target for hook %s; its time will show as unattributed",
+                    self.ring.identity.vllm_version,
+                    name,
+                )
+
+    def _hooks_changed(self) -> None:
+        states = self.patcher.states_by_name()
+        if states != self.ring.identity.hooks:
+            self.ring.set_identity(replace(self.ring.identity, hooks=states))
+
+    def _on_error(self, point: HookPoint | None, error: Exception) -> None:
+        """An error in our own code: counted, logged once, and the hook goes quiet. Never raises."""
+        try:
+            where = point.id if point is not None else "recorder"
+            if point is not None:
+                self.ring.totals.add_hook_error(point.index)
+                self.patcher.quiet(point)
+            if where not in self._logged:
+                self._logged.add(where)
+                logger.error("K25: error in %s; it goes quiet, vLLM is not affected", where, exc_info=error)
+        except Exception:
+            logger.exception("K25: error while handling an error")
+
+
+def coordinates_of(config: Any, rank: int, local_rank: int) -> RankCoordinates:
+    """A worker's coordinates from vLLM's configuration.
+
+    vLLM numbers ranks with tensor parallelism innermost, then prefill-context parallelism, then pipeline
+    (`parallel_state.initialize_model_parallel`); each data-parallel replica counts from 0 for itself.
+    """
+    parallel = config.parallel_config
+    tp_size = parallel.tensor_parallel_size
+    pp_size = parallel.pipeline_parallel_size
+    pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
+    dp_size = parallel.data_parallel_size
+    dp = parallel.data_parallel_rank
+    replica = tp_size * pp_size * pcp_size
+    in_replica = rank % replica
+    tp = in_replica % tp_size
+    return RankCoordinates(
+        global_rank=dp * replica + in_replica,
+        local_rank=local_rank,
+        tp=tp,
+        pp=in_replica // (tp_size * pcp_size),
+        dp=dp,
+        ep=dp * tp_size + tp if getattr(parallel, "enable_expert_parallel", False) else -1,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        dp_size=dp_size,
+    )
+
+
+def _only_graph_mode(config: Any) -> str:
+    """``none`` where vLLM will not use CUDA graphs at all, else "" (it is decided step by step)."""
+    mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
+    return "none" if getattr(mode, "name", "") == "NONE" else ""
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version, "" where it cannot be told."""
+    try:
+        from vllm.version import __version__ as version
+
+        return str(version)
+    except Exception:
+        return ""
