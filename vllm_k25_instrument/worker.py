@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_k25_instrument import __version__, markers
-from vllm_k25_instrument.hooks.patcher import Patcher
+from vllm_k25_instrument.hooks.patcher import Patcher, version_matches
 from vllm_k25_instrument.hooks.point import HookPoint
-from vllm_k25_instrument.hooks.table import HOOK_TABLE
+from vllm_k25_instrument.hooks.table import HOOK_TABLE, TESTED_VLLM
 from vllm_k25_instrument.instances import open_instance
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import RankCoordinates, RankIdentity
@@ -69,6 +69,7 @@ class WorkerInstrument:
             on_change=self._hooks_changed,
         )
         self._logged: set[str] = set()
+        self._worker = worker
 
     @property
     def path(self) -> Path:
@@ -79,6 +80,14 @@ class WorkerInstrument:
         self.patcher.install()
         self._hooks_changed()
         identity = self.ring.identity
+        if not version_matches(identity.vllm_version, TESTED_VLLM):
+            logger.warning(
+                "K25: vLLM %s has not been tested with vllm-k25-instrument %s (tested: %s); hooks whose targets are gone "
+                "are left out",
+                identity.vllm_version or "of unknown version",
+                __version__,
+                TESTED_VLLM,
+            )
         logger.info(
             "K25: instrumenting rank %d, every %d steps, ring %s",
             identity.coordinates.global_rank,
@@ -88,6 +97,8 @@ class WorkerInstrument:
 
     def _model_loaded(self) -> None:
         """All that the model needs is imported: look again for what was not there, and say what is missing."""
+        runner = type(getattr(self._worker, "model_runner", None))
+        self.ring.set_identity(replace(self.ring.identity, runner=f"{runner.__module__}.{runner.__qualname__}"))
         self.patcher.retry()
         for name, state in self.patcher.states_by_name().items():
             if state == "missing":

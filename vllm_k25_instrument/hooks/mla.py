@@ -29,7 +29,7 @@ def _prefill_detail(args: Args, kwargs: Kwargs) -> str:
 
 
 MLA_POINTS: Final = (
-    HookPoint("layer", HookKind.LAYER, _LAYER, "MLAAttention.forward_impl", ">=0.14", layer=own_layer),
+    HookPoint("layer", HookKind.LAYER, _LAYER, "MLAAttention.forward_impl", ">=0.16", layer=own_layer),
     HookPoint(
         "mla_decode",
         HookKind.RANGE,

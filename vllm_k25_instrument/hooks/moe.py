@@ -43,13 +43,13 @@ MOE_POINTS: Final = (
     # Every quantization method, CompressedTensorsWNA16MoEMethod (Kimi-K2.5's) and its predecessor
     # CompressedTensorsWNA16MarlinMoEMethod among them.
     _experts(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", "apply", subclasses=True),
-    _experts(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", "apply_monolithic", ">=0.16", subclasses=True),
+    _experts(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", "apply_monolithic", ">=0.15", subclasses=True),
     HookPoint(
         "moe_routing",
         HookKind.RANGE,
         f"{_MOE}.router.fused_moe_router",
         "FusedMoERouter.select_experts",
-        versions=">=0.14",
+        versions=">=0.15",
         category=Category.MOE_ROUTING,
         subclasses=True,
         detail=class_name,
@@ -60,7 +60,7 @@ MOE_POINTS: Final = (
         HookKind.SHARED_EXPERTS,
         f"{_MOE}.runner.shared_experts",
         "SharedExperts.__init__",
-        versions=">=0.18",
+        versions=">=0.20",
         category=Category.MOE_SHARED_EXPERTS,
         detail=class_name,
         inherits_layer=True,

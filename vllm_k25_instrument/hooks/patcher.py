@@ -194,14 +194,17 @@ def _initial_state(point: HookPoint, vllm_version: str, categories: frozenset[Ca
 
 
 def exists_in(point: HookPoint, vllm_version: str) -> bool:
-    """Whether the table says that this vLLM has the target. An unreadable version (built from source) counts as new."""
-    if not point.versions:
-        return True
+    """Whether the table says that this vLLM has the target."""
+    return not point.versions or version_matches(vllm_version, point.versions)
+
+
+def version_matches(vllm_version: str, specifier: str) -> bool:
+    """Whether a version of vLLM is in `specifier` (PEP 440). A version that cannot be read counts as the newest."""
     try:
         version = Version(vllm_version)
     except InvalidVersion:
         version = Version("999")
-    return SpecifierSet(point.versions, prereleases=True).contains(version.base_version)
+    return SpecifierSet(specifier, prereleases=True).contains(version.base_version)
 
 
 def _family(root: type) -> Iterator[type]:
@@ -211,7 +214,7 @@ def _family(root: type) -> Iterator[type]:
     while todo:
         cls = todo.pop()
         yield cls
-        new = [sub for sub in type.__subclasses__(cls) if sub not in seen]
+        new: list[type] = [sub for sub in type.__subclasses__(cls) if sub not in seen]
         seen.update(new)
         todo += new
 

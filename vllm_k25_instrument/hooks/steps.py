@@ -34,9 +34,7 @@ STEP_POINTS: Final = tuple(
     for module in (_V1, _V2)
     for point in (
         HookPoint("step", HookKind.STEP, module, "GPUModelRunner.execute_model", subclasses=True),
-        HookPoint(
-            "step_sampling", HookKind.STEP_SAMPLING, module, "GPUModelRunner.sample_tokens", ">=0.11.1", subclasses=True
-        ),
+        HookPoint("step_sampling", HookKind.STEP_SAMPLING, module, "GPUModelRunner.sample_tokens", subclasses=True),
     )
 )
 
@@ -46,18 +44,17 @@ FRAME_POINTS: Final = (
         HookKind.GRAPH_DISPATCH,
         _V1,
         "GPUModelRunner._determine_batch_execution_and_padding",
-        ">=0.12",
         subclasses=True,
     ),
     # The runner's own reference to the function: patching the defining module would come too late.
-    HookPoint("graph_dispatch", HookKind.GRAPH_DISPATCH, _V2, "dispatch_cg_and_sync_dp", ">=0.19"),
+    HookPoint("graph_dispatch", HookKind.GRAPH_DISPATCH, _V2, "dispatch_cg_and_sync_dp", ">=0.20"),
     _inputs(_V1, "_update_states"),
     _inputs(_V1, "_prepare_inputs"),
-    _inputs(_V1, "_build_attention_metadata", ">=0.11.1"),
+    _inputs(_V1, "_build_attention_metadata"),
     _inputs(_V1, "_preprocess"),
-    _inputs(_V2, "add_requests", ">=0.14"),
-    _inputs(_V2, "update_requests", ">=0.14"),
-    _inputs(_V2, "gather_batch_req_state", ">=0.25"),
+    _inputs(_V2, "add_requests", ">=0.15"),
+    _inputs(_V2, "update_requests", ">=0.15"),
+    _inputs(_V2, "gather_batch_req_state", ">=0.28"),
     _inputs(_V2, "prepare_inputs"),
     _inputs(_V2, "prepare_attn", ">=0.17"),
     _sampling(_V1, "_sample"),

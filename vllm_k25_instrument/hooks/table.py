@@ -18,5 +18,8 @@ HOOK_TABLE: Final[tuple[HookPoint, ...]] = (
     *MLA_POINTS,
 )
 
+READ_VLLM: Final = ">=0.14.1,<0.33"
+"""The releases in whose sources the targets have been looked up; a version in the table is the first that has it."""
+
 TESTED_VLLM: Final = ">=0.32,<0.33"
-"""The releases that the whole suite has run against."""
+"""The releases that the whole suite runs against."""

