@@ -1,0 +1,97 @@
+"""`vllm-k25 export`: the metrics of the rings on a port of their own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_k25_instrument.settings import SettingsError, load_settings
+
+
+def export(
+    rings: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Ring directory (its living server is followed, also through restarts), or one instance's folder. "
+            "[default: K25_RING_DIR]",
+            show_default=False,
+            readable=False,  # asked below: typer's own answer names no remedy
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. [default: K25_EXPORT_HOST, else 127.0.0.1]")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65_535, help="Port; 0 picks a free one. [default: K25_EXPORT_PORT, else 9425]"),
+    ] = None,
+    instance: Annotated[
+        str | None, typer.Option(help="Stay with this instance (the name of a folder in the ring directory).")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print the metrics once and exit; 1 if there are none.")] = False,
+) -> None:
+    """Serve the metrics of the rings for Prometheus.
+
+    For servers whose own /metrics cannot carry them: several API servers, or the Rust front end. It only reads the
+    rings, so it may be started and stopped at any time, before, during and after the server.
+    """
+    from vllm_k25_instrument.export.server import ListenError, exposition_of, serving, stop_signals, wait_for_stop
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        settings = load_settings()
+    except SettingsError as error:
+        raise _failure(str(error)) from None
+    directory = _existing(rings) if rings is not None else settings.ring_dir
+    path = _instance(directory, instance) if instance is not None else directory
+
+    if once:
+        text = exposition_of(path)
+        if text is None:
+            raise _failure(f"{path}: no rings that can be read here (is the server running with K25_INSTRUMENT=1?)")
+        typer.echo(text, nl=False)
+        return
+
+    host = settings.export_host if host is None else host
+    port = settings.export_port if port is None else port
+    with stop_signals():
+        try:
+            with serving(path, host, port) as url:
+                typer.echo(f"serving the metrics of {path} at {url}")
+                wait_for_stop()
+        except ListenError as error:
+            raise _failure(str(error)) from None
+
+
+def _existing(path: Path) -> Path:
+    """The path as given. A directory that is yet to come can only be the default one: others are typing errors."""
+    try:
+        found = path.exists()
+    except PermissionError:
+        readable = False
+    else:
+        if not found:
+            raise _failure(f"{path}: no such file or directory")
+        readable = os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
+    if not readable:
+        raise _failure(f"{path}: permission denied; run the exporter as the user of the server")
+    return path
+
+
+def _instance(directory: Path, name: str) -> Path:
+    path = directory / name
+    if name == ".." or Path(name).name != name or not path.is_dir():
+        from vllm_k25_instrument.instances import list_instances
+
+        known = ", ".join(found.name for found in list_instances(directory)) or "none"
+        raise _failure(f"{directory}: no instance {name!r} here (there are: {known})")
+    return path
+
+
+def _failure(message: str) -> typer.Exit:
+    typer.echo(message, err=True)
+    return typer.Exit(1)

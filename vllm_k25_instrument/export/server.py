@@ -1,0 +1,80 @@
+"""The stand-alone exporter: an HTTP server for the metrics of a ring directory."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+
+from vllm_k25_instrument.export.collector import RingCollector
+from vllm_k25_instrument.export.follow import InstanceFollower
+
+_STOP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
+
+
+class ListenError(Exception):
+    """The address cannot be listened on. The message is one line: host, port, reason and remedy."""
+
+    def __init__(self, host: str, port: int, error: OSError) -> None:
+        reason = error.strerror or str(error)
+        remedy = {
+            errno.EADDRINUSE: "is an exporter running already? Choose another port with --port or K25_EXPORT_PORT "
+            "(0 picks a free one)",
+            errno.EACCES: "ports below 1024 need privileges; choose another with --port or K25_EXPORT_PORT",
+        }.get(error.errno or 0, "choose an address of this machine with --host or K25_EXPORT_HOST")
+        super().__init__(f"cannot listen on {host}, port {port}: {reason}; {remedy}")
+        self.host = host
+        self.port = port
+
+
+def registry_of(path: Path) -> CollectorRegistry:
+    """A registry with the metrics of the rings at `path` (as for InstanceFollower), and nothing else."""
+    registry = CollectorRegistry()
+    registry.register(RingCollector(InstanceFollower(path)))
+    return registry
+
+
+def exposition_of(path: Path) -> str | None:
+    """The text that a scrape would get now, or None where no ring can be read."""
+    text = generate_latest(RingCollector(InstanceFollower(path))).decode()
+    has_samples = any(line and not line.startswith("#") for line in text.splitlines())
+    return text if has_samples else None
+
+
+@contextmanager
+def serving(path: Path, host: str, port: int) -> Iterator[str]:
+    """Serve ``/metrics`` inside the context, in threads of its own; yields its URL.
+
+    Port 0 picks a free port. Raises ListenError.
+    """
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry_of(path))
+    except OSError as error:
+        raise ListenError(host, port, error) from error
+    try:
+        name = f"[{host}]" if ":" in host else host
+        yield f"http://{name}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM inside the context, for `wait_for_stop`; threads started in it inherit that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def wait_for_stop() -> None:
+    """Wait for SIGINT or SIGTERM. Only inside `stop_signals`, which turns them into something to wait for."""
+    signal.sigwait(_STOP_SIGNALS)
