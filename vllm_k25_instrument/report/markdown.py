@@ -1,0 +1,94 @@
+"""The breakdown as Markdown, for an issue or a pull request: data in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from vllm_k25_instrument.report.figures import ABSENT, calls, microseconds, percent
+from vllm_k25_instrument.report.rings import Report
+from vllm_k25_instrument.report.view import FEW_RANKS, GroupView, Row, group_views
+
+
+def to_markdown(report: Report, *, per_rank: bool = False) -> str:
+    """The whole report. `per_rank`: a column for each rank even where there are more than four."""
+    return "\n".join(_lines(report, per_rank)) + "\n"
+
+
+def _lines(report: Report, per_rank: bool) -> Iterator[str]:
+    subject, breakdown = report.subject, report.breakdown
+    yield f"# Step breakdown: {_escape(subject.model or 'model unknown')}"
+    yield ""
+    version = f"vLLM {_escape(subject.vllm_version)} · " if subject.vllm_version else ""
+    yield (
+        f"{version}instance `{subject.instance}` · {len(breakdown.ranks_found)} of {breakdown.ranks_expected} ranks · "
+        f"{subject.counts_text}"
+    )
+    if not breakdown.complete:
+        yield ""
+        yield "**Incomplete: see the warnings.**"
+    for caveat in breakdown.caveats:
+        yield ""
+        yield f"> **{caveat.code}**: {_escape(caveat.message)}"
+    for view in group_views(breakdown, report.slowest):
+        yield ""
+        yield f"## {view.title}"
+        yield ""
+        yield f"{view.subtitle}. Percentages are of the step's duration and use exclusive time."
+        yield ""
+        yield from _rank_table(view) if per_rank or len(view.ranks) <= FEW_RANKS else _spread_table(view)
+        if len(view.ranks) > 1:
+            sentence = view.slowest.sentence
+            yield ""
+            yield f"{sentence[:1].upper()}{sentence[1:]}."
+
+
+def _rank_table(view: GroupView) -> Iterator[str]:
+    marks = {view.slowest.rank: " (slowest)"}
+    ranks = [f"rank {rank}{marks.get(rank, '')}: excl. µs/step (%)" for rank in view.ranks]
+    yield from _head(["category", *ranks, "incl. µs/step", "calls/step", "µs/call"])
+    for row in view.rows:
+        cells = [row.cells.get(rank) for rank in view.ranks]
+        own = [ABSENT if c is None else f"{microseconds(c.exclusive_ns)} ({percent(c.share)})" for c in cells]
+        yield _row([f"`{row.name}`", *own, *_inclusive(row)])
+    for step in view.step_rows:
+        yield _row([step.name, *(microseconds(step.values[rank]) for rank in view.ranks), "", "", ""])
+
+
+def _spread_table(view: GroupView) -> Iterator[str]:
+    yield from _head(
+        [
+            "category",
+            f"mean of {len(view.ranks)} ranks: excl. µs/step",
+            "% of step",
+            *("min", "max", "max at", "incl. µs/step", "calls/step", "µs/call"),
+        ]
+    )
+    for row in view.rows:
+        own = [microseconds(row.mean.exclusive_ns), percent(row.mean.share)]
+        spread = [microseconds(row.lowest_ns), microseconds(row.highest_ns), f"rank {row.highest_rank}"]
+        yield _row([f"`{row.name}`", *own, *spread, *_inclusive(row)])
+    for step in view.step_rows:
+        spread = [microseconds(step.lowest_ns), microseconds(step.highest_ns), f"rank {step.highest_rank}"]
+        yield _row([step.name, microseconds(step.mean_ns), "", *spread, "", "", ""])
+
+
+def _inclusive(row: Row) -> list[str]:
+    if not row.measured:
+        return [ABSENT] * 3
+    return [microseconds(row.mean.sum_ns), calls(row.mean.calls), microseconds(row.mean.ns_per_call)]
+
+
+def _head(names: Sequence[str]) -> Iterator[str]:
+    yield _row(names)
+    yield _row(["---", *("---:" for _ in names[1:])])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _escape(text: str) -> str:
+    """Text that comes from outside, so that it stays text."""
+    for character in "\\`*_[]<>|#":
+        text = text.replace(character, f"\\{character}")
+    return text.replace("\n", " ")
