@@ -82,8 +82,8 @@ class WorkerInstrument:
         identity = self.ring.identity
         if not version_matches(identity.vllm_version, TESTED_VLLM):
             logger.warning(
-                "K25: vLLM %s has not been tested with vllm-k25-instrument %s (tested: %s); hooks whose targets are gone "
-                "are left out",
+                "K25: vLLM %s has not been tested with vllm-k25-instrument %s (tested: %s); hooks whose targets "
+                "are gone are left out",
                 identity.vllm_version or "of unknown version",
                 __version__,
                 TESTED_VLLM,

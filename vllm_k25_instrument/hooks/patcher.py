@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from vllm_k25_instrument.hooks.names import HOOK_NAMES
 from vllm_k25_instrument.hooks.point import HookKind, HookPoint, HookState
-from vllm_k25_instrument.hooks.wrappers import ADOPTED, Function, after_construction, wrap
+from vllm_k25_instrument.hooks.wrappers import ADOPTED, Function, after_construction, unbound, wrap
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import Category
 from vllm_k25_instrument.recorder.recorder import Recorder
@@ -50,7 +50,7 @@ class Patcher:
         """`on_change` is called whenever the states of the hooks have changed."""
         self._recorder = recorder
         self._on_change = on_change
-        self._originals: list[tuple[Any, str, Function]] = []
+        self._replaced: list[tuple[Any, str, Any, Function]] = []  # owner, name, original, our wrapper
         self._subclass_hooks: dict[type, list[Callable[[type], None]]] = {}
         self._states: dict[HookPoint, HookState] = {
             point: _initial_state(point, vllm_version, categories) for point in points
@@ -86,20 +86,25 @@ class Patcher:
         self._on_change()
 
     def uninstall(self) -> None:
-        """Put every original back. Modules not imported yet stay unpatched, as nothing waits any more."""
-        for owner, name, original in reversed(self._originals):
-            current = vars(owner).get(name)
-            if getattr(current, _MARK, None) is not None:
+        """Put every original back. Modules not imported yet stay unpatched, as nothing waits any more.
+
+        Where somebody has wrapped our wrapper in the meantime, theirs stays, and ours does nothing inside it.
+        """
+        for point in self._states:
+            self._recorder.silence(point)
+        for owner, name, original, wrapper in reversed(self._replaced):
+            if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
-        self._originals.clear()
+        self._replaced.clear()
         self._subclass_hooks.clear()
         self._states = dict.fromkeys(self._states, HookState.OFF)
 
     def quiet(self, point: HookPoint) -> None:
-        """Detach a point whose own code has failed: its wrapper goes, vLLM's function is back."""
+        """Take a point out of service whose own code has failed: vLLM's function is back, or as good as back."""
         self._states[point] = HookState.QUIET
-        for owner, name, original in self._originals:
-            if getattr(vars(owner).get(name), _MARK, None) is point:
+        self._recorder.silence(point)
+        for owner, name, original, wrapper in self._replaced:
+            if vars(owner).get(name) is wrapper and getattr(wrapper, _MARK, None) is point:
                 setattr(owner, name, original)
         self._on_change()
 
@@ -133,13 +138,21 @@ class Patcher:
         return HookState.ATTACHED if self._wrap_attribute(owner, name, point) else HookState.MISSING
 
     def _wrap_attribute(self, owner: Any, name: str, point: HookPoint) -> bool:
-        """Wrap the plain function `name` that `owner` itself defines; True where it is wrapped (now or before)."""
-        function = vars(owner).get(name)
-        if getattr(function, _MARK, None) is not None:
+        """Wrap the function `name` that `owner` itself defines; True where it is wrapped (now or before).
+
+        Plain functions only, and those that another plugin has wrapped with wrapt.
+        """
+        found = vars(owner).get(name)
+        if getattr(found, _MARK, None) is not None:
             return True
-        if not isinstance(function, FunctionType) or getattr(function, "__isabstractmethod__", False):
+        if getattr(found, "__isabstractmethod__", False):
             return False
-        self._replace(owner, name, wrap(function, point, self._recorder), point)
+        if type(found) is FunctionType:  # isinstance is true of wrapt's proxies too
+            self._replace(owner, name, wrap(found, point, self._recorder), point)
+        elif isinstance(found, wrapt.FunctionWrapper) and isinstance(owner, type):
+            self._replace(owner, name, wrap(unbound(found), point, self._recorder), point)
+        else:
+            return False
         return True
 
     def _attach_to_family(self, point: HookPoint, root: type, name: str) -> HookState:
@@ -179,10 +192,9 @@ class Patcher:
         return HookState.ATTACHED
 
     def _replace(self, owner: Any, name: str, wrapper: Function, point: HookPoint) -> None:
-        original = vars(owner)[name]
+        self._replaced.append((owner, name, vars(owner)[name], wrapper))
         setattr(wrapper, _MARK, point)
         setattr(owner, name, wrapper)
-        self._originals.append((owner, name, original))
 
 
 def _initial_state(point: HookPoint, vllm_version: str, categories: frozenset[Category]) -> HookState:
@@ -214,7 +226,8 @@ def _family(root: type) -> Iterator[type]:
     while todo:
         cls = todo.pop()
         yield cls
-        new: list[type] = [sub for sub in type.__subclasses__(cls) if sub not in seen]
+        subclasses: list[type] = type.__subclasses__(cls)
+        new = [sub for sub in subclasses if sub not in seen]
         seen.update(new)
         todo += new
 

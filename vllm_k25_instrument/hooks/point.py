@@ -37,7 +37,7 @@ class HookState(StrEnum):
     QUIET = "quiet"  # detached in effect, after an error in our own code
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class HookPoint:
     """One place in vLLM that is wrapped.
 
@@ -47,6 +47,8 @@ class HookPoint:
     `detail` makes the range's detail ("" = not known before a PATH hook says it), `nbytes` the size of the message,
     `layer` the layer's number (None = the range inherits the layer seen last in this step). `path` is what a PATH hook
     reports, from the same arguments. `none_is_refusal` says that a call returning None did not do the work.
+
+    Points are compared by identity: each is one row of the table.
     """
 
     name: str

@@ -34,6 +34,16 @@ def wrap(function: Function, point: HookPoint, recorder: Recorder) -> Function:
     return functools.wraps(function)(wrapper)
 
 
+def unbound(descriptor: Any) -> Function:
+    """A plain function that calls `descriptor`, a class attribute, as a method of its first argument."""
+
+    @functools.wraps(descriptor)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return descriptor.__get__(args[0], type(args[0]))(*args[1:], **kwargs)
+
+    return call
+
+
 def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _is_dynamo_compiling() or not recorder.recording:

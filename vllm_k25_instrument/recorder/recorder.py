@@ -123,6 +123,7 @@ class Recorder:
         "_pending",
         "_ring",
         "_sample_every",
+        "_silenced",
         "_step",
         "_thread",
         "_top",
@@ -154,6 +155,7 @@ class Recorder:
         self._markers = markers
         self._graph_hint = graph_hint
         self._on_first_step = on_first_step
+        self._silenced: set[HookPoint] = set()
         self._classifier = PhaseClassifier()
         self._next_step = 0
         self._step: OpenStep | None = None
@@ -253,6 +255,10 @@ class Recorder:
         while pending and self._device.completed(pending[0].end):
             self._finish(pending.popleft())
 
+    def silence(self, point: HookPoint) -> None:
+        """Make nothing of `point`'s calls from now on."""
+        self._silenced.add(point)
+
     # --- ranges ----------------------------------------------------------------------------------------------
 
     def enter(self, point: HookPoint, args: Args, kwargs: Kwargs) -> OpenRange | None:
@@ -269,7 +275,7 @@ class Recorder:
             return None
         parent = self._top
         category = point.category
-        if category is None:
+        if category is None or point in self._silenced:
             return None
         code = CATEGORY_CODE[category]
         if parent is not None and parent.code == code:
@@ -319,7 +325,8 @@ class Recorder:
         opened = self._top
         if opened is None or opened.code != _ALL_REDUCE or opened.detail or get_ident() != self._thread:
             return None
-        assert point.path is not None  # noqa: S101 (by the construction of the table)
+        if point.path is None or point in self._silenced:
+            return None
         try:
             opened.detail = point.path(args, kwargs)
             self._ring.totals.add_hook_call(point.index)
@@ -339,7 +346,7 @@ class Recorder:
 
     def enter_layer(self, point: HookPoint, args: Args, kwargs: Kwargs) -> None:
         """The call tells which layer the next ranges belong to."""
-        if point.layer is not None and get_ident() == self._thread:
+        if point.layer is not None and point not in self._silenced and get_ident() == self._thread:
             try:
                 self._layer = point.layer(args, kwargs)
             except Exception as error:
