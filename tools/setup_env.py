@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP_NAME = "k25-setup.json"
 MINIMUM_PYTHON = (3, 11)
+HEARTBEAT_S = 30
+AGAIN = "mend that (network, disk space, pip.conf) and run this again: it goes on where it stopped"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 # Built for CUDA where they come from the default index: beside a CPU torch they fail to import, and vLLM tries to.
@@ -140,13 +142,31 @@ class Environment:
         except OSError:
             return False
 
-    def pip(self, *arguments: str, quiet: bool = False) -> subprocess.CompletedProcess[str]:
-        """Run pip with the user's configuration; its output goes through unless `quiet`."""
+    def pip(self, *arguments: str) -> tuple[bool, str]:
+        """Run pip with the user's configuration: whether it succeeded, and its errors.
+
+        Says every half minute that it is still at it.
+        """
         # A configured `user = true` makes pip refuse to install into a virtual environment.
         environ = {**os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-        command = [str(self.python), "-m", "pip", *arguments]
-        pipe = subprocess.PIPE if quiet else None
-        return subprocess.run(command, env=environ, text=True, stdout=pipe, stderr=pipe, check=False)
+        # -qq: errors only, as a configured index that lacks one package warns hundreds of times.
+        command = [str(self.python), "-m", "pip", arguments[0], "-qq", *arguments[1:]]
+        began = time.monotonic()
+        with tempfile.TemporaryFile("w+") as output:
+            process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            try:
+                while True:
+                    try:
+                        process.wait(HEARTBEAT_S)
+                        break
+                    except subprocess.TimeoutExpired:
+                        say(f"... pip has been at it for {time.monotonic() - began:.0f} s")
+            finally:
+                process.terminate()
+                process.wait()
+            output.seek(0)
+            lines = [line for line in output.read().splitlines() if "Requires-Python" not in line]
+        return process.returncode == 0, "\n".join(lines[-20:])
 
 
 def say(text: str) -> None:
@@ -183,13 +203,17 @@ def resolved_torch(environment: Environment, requirement: str, index: list[str])
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        arguments = ["install", "--dry-run", "--quiet", "--report", str(report), *index, requirement]
-        result = environment.pip(*arguments, quiet=True)
-        if result.returncode != 0 or not report.exists():
-            lines = [line for line in result.stderr.splitlines() if not line.startswith("WARNING")]
-            return None, "\n".join(line for line in lines if "Requires-Python" not in line)
+        succeeded, errors = environment.pip("install", "--dry-run", "--report", str(report), *index, requirement)
+        if not succeeded or not report.exists():
+            return None, errors or "pip wrote no report (pip 22.2 or newer does)"
         chosen = torch_version(json.loads(report.read_text()))
     return chosen or environment.versions("torch")["torch"], ""
+
+
+def pip_install(environment: Environment, what: str, *arguments: str) -> None:
+    succeeded, errors = environment.pip("install", *arguments)
+    if not succeeded:
+        raise SetupError(f"installing {what} failed:\n{errors}", AGAIN)
 
 
 def install_vllm(environment: Environment, requirement: str) -> None:
@@ -216,9 +240,7 @@ def install_vllm(environment: Environment, requirement: str) -> None:
         )
     say(f"installing {requirement} with torch {torch} (some minutes)")
     # Named exactly, or an index with both builds could give the other one this time.
-    result = environment.pip("install", "--quiet", *index, requirement, f"torch=={torch}")
-    if result.returncode != 0:
-        raise SetupError(f"installing {requirement} failed (see above)", "mend that and run this again")
+    pip_install(environment, requirement, *index, requirement, f"torch=={torch}")
 
 
 def remove_cuda_companions(environment: Environment) -> None:
@@ -226,8 +248,9 @@ def remove_cuda_companions(environment: Environment) -> None:
     broken = [name for name, version in found.items() if version is not None and not is_cpu_build(version)]
     if broken:
         say("removing {}: CUDA builds, which nothing here needs".format(", ".join(broken)))
-        if environment.pip("uninstall", "--quiet", "--yes", *broken).returncode != 0:
-            raise SetupError("removing {} failed (see above)".format(", ".join(broken)), "mend that and run this again")
+        succeeded, errors = environment.pip("uninstall", "--yes", *broken)
+        if not succeeded:
+            raise SetupError("removing {} failed:\n{}".format(", ".join(broken), errors), AGAIN)
 
 
 def write_vllm_metadata(environment: Environment, version: str) -> None:
@@ -242,9 +265,7 @@ def write_vllm_metadata(environment: Environment, version: str) -> None:
 
 def install_package(environment: Environment) -> None:
     say("installing this package and the tools of its tests")
-    result = environment.pip("install", "--quiet", "--editable", f"{ROOT}[dev]")
-    if result.returncode != 0:
-        raise SetupError("installing this package failed (see above)", "mend that and run this again")
+    pip_install(environment, "this package", "--editable", f"{ROOT}[dev]")
 
 
 def set_up(environment: Environment) -> None:
