@@ -17,17 +17,17 @@ def export(
         Path | None,
         typer.Argument(
             help="Ring directory (its living server is followed, also through restarts), or one instance's folder. "
-            "[default: K25_RING_DIR]",
+            "(Default: K25_RING_DIR.)",
             show_default=False,
             readable=False,  # asked below: typer's own answer names no remedy
         ),
     ] = None,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on. [default: K25_EXPORT_HOST, else 127.0.0.1]")
+        str | None, typer.Option(help="Address to listen on. (Default: K25_EXPORT_HOST, else 127.0.0.1.)")
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65_535, help="Port; 0 picks a free one. [default: K25_EXPORT_PORT, else 9425]"),
+        typer.Option(min=0, max=65_535, help="Port; 0 picks a free one. (Default: K25_EXPORT_PORT, else 9425.)"),
     ] = None,
     instance: Annotated[
         str | None, typer.Option(help="Stay with this instance (the name of a folder in the ring directory).")
@@ -36,8 +36,9 @@ def export(
 ) -> None:
     """Serve the metrics of the rings for Prometheus.
 
-    For servers whose own /metrics cannot carry them: several API servers, or the Rust front end. It only reads the
-    rings, so it may be started and stopped at any time, before, during and after the server.
+    For servers whose own /metrics cannot carry them (several API servers, Rust front end).
+
+    It only reads the rings: start and stop it whenever you like.
     """
     from vllm_k25_instrument.export.server import ListenError, exposition_of, serving, stop_signals, wait_for_stop
 

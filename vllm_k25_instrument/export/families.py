@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client.core import (
@@ -18,6 +19,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
+    Sample,
     SummaryMetricFamily,
 )
 
@@ -190,9 +192,11 @@ def _add_steps(families: _Families, rank: str, totals: Totals) -> None:
     for phase_code, phase in enumerate(PHASES):
         families.steps.add_metric((rank, phase), totals.steps(phase_code))
         families.steps_sampled.add_metric((rank, phase), totals.sampled(phase_code))
-        _add_histogram(families.step_duration, (rank, phase), totals.step_duration(phase_code))
+        _add_histogram(families.step_duration, STEP_DURATION, (rank, phase), totals.step_duration(phase_code))
         for code, category in enumerate(LIVE_CATEGORIES):
-            _add_histogram(families.step_category, (rank, phase, category), totals.category(phase_code, code))
+            _add_histogram(
+                families.step_category, STEP_CATEGORY, (rank, phase, category), totals.category(phase_code, code)
+            )
 
 
 def _add_batches(families: _Families, rank: str, totals: Totals) -> None:
@@ -204,13 +208,15 @@ def _add_batches(families: _Families, rank: str, totals: Totals) -> None:
             raise ValueError(f"corrupted: two rows of counters for {row.phase}, {row.graph_mode}, batch {row.batch}")
         seen.add(labels)
         families.batch_step.add_metric(labels, row.steps, seconds(row.step_ns))
-        for category, ns in row.category_ns.items():
-            families.batch_category.add_metric((*labels, category), row.steps, seconds(ns))
+        samples = families.batch_category.samples
+        for category, ns in zip(_with_categories(labels), row.category_ns.values(), strict=True):
+            samples.append(Sample(BATCH_CATEGORY.name + "_count", category, row.steps))
+            samples.append(Sample(BATCH_CATEGORY.name + "_sum", category, seconds(ns)))
 
 
 def _add_all_reduces(families: _Families, rank: str, totals: Totals) -> None:
     for path_code, path in enumerate(ALL_REDUCE_PATHS):
-        _add_histogram(families.all_reduce, (rank, path), totals.all_reduce(path_code))
+        _add_histogram(families.all_reduce, ALL_REDUCE, (rank, path), totals.all_reduce(path_code))
         for size_code, size in enumerate(SIZE_LABELS):
             nbytes = totals.all_reduce_bytes(path_code, size_code)
             if nbytes:
@@ -243,22 +249,42 @@ def _attached(states: Iterable[tuple[str, str]]) -> dict[str, int]:
     return attached
 
 
-def _add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
+def _add_histogram(metric: Metric, family: Family, labels: tuple[str, ...], histogram: Histogram) -> None:
     """Add the series of one histogram, once it has observed something.
 
     The count is the sum of the buckets, so that the two agree even in a snapshot taken while the writer was between
     them.
     """
-    running = 0
-    buckets: list[tuple[str, float]] = []
-    for le, count in zip(_upper_bounds(histogram.bounds_ns), histogram.counts, strict=True):
-        running += count
-        buckets.append((le, running))
-    if running:
-        family.add_metric(labels, buckets, seconds(histogram.sum_ns))
+    if not any(histogram.counts):
+        return
+    plain, by_bound = _with_bounds(family.labels, labels, histogram.bounds_ns)
+    bucket = family.name + "_bucket"
+    samples = [
+        Sample(bucket, below, count) for below, count in zip(by_bound, accumulate(histogram.counts), strict=True)
+    ]
+    samples.append(Sample(family.name + "_count", plain, histogram.count))
+    samples.append(Sample(family.name + "_sum", plain, seconds(histogram.sum_ns)))
+    metric.samples += samples
 
 
-@lru_cache
-def _upper_bounds(bounds_ns: tuple[int, ...]) -> tuple[str, ...]:
-    """The `le` labels in seconds: the shortest decimals that read back as the same floats."""
-    return (*(repr(seconds(bound)) for bound in bounds_ns), INF_BUCKET)
+# Labels are made once: thousands of small dictionaries would be a fifth of a scrape, and scrapes run in vLLM's event
+# loop. There are no more of them than there are series (see cardinality.py); nobody changes them.
+
+
+@cache
+def _with_bounds(
+    names: tuple[str, ...], values: tuple[str, ...], bounds_ns: tuple[int, ...]
+) -> tuple[dict[str, str], tuple[dict[str, str], ...]]:
+    """The labels of a histogram's sum and count, and those of its buckets.
+
+    The `le` labels are in seconds: the shortest decimals that read back as the same floats.
+    """
+    plain = dict(zip(names, values, strict=True))
+    bounds = (*(repr(seconds(bound)) for bound in bounds_ns), INF_BUCKET)
+    return plain, tuple({**plain, "le": bound} for bound in bounds)
+
+
+@cache
+def _with_categories(values: tuple[str, ...]) -> tuple[dict[str, str], ...]:
+    """The labels of one row of a rank, for each live category."""
+    return tuple(dict(zip(BATCH_CATEGORY.labels, (*values, category), strict=True)) for category in LIVE_CATEGORIES)
