@@ -15,6 +15,7 @@ from vllm_k25_instrument.model import (
     GRAPH_MODES,
     LOST_REASONS,
     PHASES,
+    RANGE_COLUMNS,
     Category,
     GraphMode,
     LostReason,
@@ -90,18 +91,10 @@ class Rank:
         """One sampled step, with the unsampled ones before it counted."""
         made, length = self.ranges(requests) if ranges is None else (ranges, duration_ns)
         length = length if duration_ns is None else duration_ns
-        fields = []
-        for category, begin, duration, detail, layer, parent, nbytes in made:
-            fields += [
-                begin,
-                duration,
-                nbytes,
-                layer,
-                parent,
-                CATEGORY_CODE[category],
-                0,
-                self.writer.detail_index(detail),
-            ]
+        rows = [
+            (begin, duration, nbytes, layer, parent, self.writer.detail_index(detail), 0, CATEGORY_CODE[category])
+            for category, begin, duration, detail, layer, parent, nbytes in made
+        ]
         packed = pack_sample(
             step=self.step,
             phase_code=PHASES.index(phase),
@@ -113,8 +106,7 @@ class Rank:
             duration_ns=length,
             overhead_ns=0,
             complete=complete,
-            range_count=len(made),
-            range_fields=fields,
+            range_columns=list(zip(*rows, strict=True)) or [()] * RANGE_COLUMNS,
         )
         assert self.writer.append(packed)
         totals = self.writer.totals
@@ -125,7 +117,7 @@ class Rank:
         if min(own.values()) >= 0:
             totals.add_sample(PHASES.index(phase), GRAPH_MODES.index(graph), requests, length, list(own.values()))
         for name in self.fires:
-            totals.add_hook_call(HOOK_INDEX[name])
+            totals.add_hook_calls(HOOK_INDEX[name], 1)
         if advance:
             self.step += self.every
             self.now_ns += self.every * length
@@ -205,8 +197,9 @@ def test_a_k25_step_counts_122_all_reduces_and_60_expert_layers_per_step(tmp_pat
 
 
 def test_the_subject_tells_the_server_and_how_many_of_its_steps_were_sampled(tmp_path):
-    write_server(tmp_path, world=2, steps=5)
+    ranks = write_server(tmp_path, world=2, steps=5)
     subject = read(tmp_path).subject
+    assert len(ranks) == 2
     assert (subject.model, subject.vllm_version) == ("moonshotai/Kimi-K2.5", "0.32.0")
     assert subject.counts_text == "decode 80 steps, 5 sampled (every 16th)"
     assert subject.alive

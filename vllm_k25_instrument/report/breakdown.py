@@ -231,7 +231,7 @@ class StepTally:
                 f"samples with ranges missing ({by_rank(counts)}): the missing ranges' time counts as unattributed",
             )
         if self._overlapping:
-            counts = {rank: f"{n:,} steps" for rank, n in self._overlapping.items()}
+            counts = {rank: f"{n:,} step{'s' if n > 1 else ''}" for rank, n in self._overlapping.items()}
             yield Caveat(
                 CaveatCode.STREAMS_OVERLAP,
                 f"exclusive times add up to more than the step ({by_rank(counts)}): ranges of several streams ran at "

@@ -74,6 +74,6 @@ def format_ranks(ranks: Iterable[int]) -> str:
 def by_rank(texts: Mapping[int, str]) -> str:
     """One clause per distinct text, each with the ranks that it is true of."""
     ranks: dict[str, list[int]] = {}
-    for rank, text in texts.items():
+    for rank, text in sorted(texts.items()):
         ranks.setdefault(text, []).append(rank)
     return "; ".join(f"{format_ranks(those)}: {text}" for text, those in ranks.items())

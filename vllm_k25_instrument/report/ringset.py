@@ -183,8 +183,8 @@ def _about_steps(rings: RingSet) -> Iterator[Caveat]:
         who = "THE SERVER IS ALIVE BUT " if any(ring.reader.alive for ring in idle) else ""
         yield Caveat(
             CaveatCode.NO_STEPS,
-            f"{who}NO STEP HAS BEEN RECORDED on {format_ranks(ring.rank for ring in idle)} ({states}): if the server has "
-            "answered requests, its steps are not seen; run `vllm-k25 doctor`",
+            f"{who}NO STEP HAS BEEN RECORDED on {format_ranks(ring.rank for ring in idle)} ({states}): if the server "
+            "has answered requests, its steps are not seen; run `vllm-k25 doctor`",
         )
     if any(ring.steps for ring in rings.rings) and not any(ring.reader.written for ring in rings.rings):
         yield Caveat(

@@ -100,7 +100,7 @@ def caveat_lines(caveats: Sequence[Caveat]) -> list[Text]:
 
 
 def _table() -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=True, padding=(0, 1), header_style="dim", show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), header_style="dim", show_edge=False)
     table.add_column("category", no_wrap=True, min_width=20)
     return table
 
@@ -123,7 +123,7 @@ def _rank_table(view: GroupView, ranks: Sequence[int]) -> Table:
     for rank in ranks:
         _figure(table, _rank_header(view, rank))
         _figure(table, "\n% of\nstep")
-    _figure(table, f"{'ranks mean' if len(view.ranks) > 1 else ''}\ninclusive\nµs/step")
+    _figure(table, f"{'mean' if len(view.ranks) > 1 else ''}\ninclusive\nµs/step")
     _figure(table, "\ncalls\n/step")
     _figure(table, "\nµs\n/call")
     for row in view.rows:
@@ -140,10 +140,10 @@ def _spread_table(view: GroupView, *, spread: bool = True) -> Table:
     table = _table()
     between = ("exclusive\nmin\nµs/step", "over ranks\nmax\nµs/step", "\nmax at\nrank") if spread else ()
     for header in (
-        "ranks mean\nexclusive\nµs/step",
+        "mean\nexclusive\nµs/step",
         "\n% of\nstep",
         *between,
-        "ranks mean\ninclusive\nµs/step",
+        "mean\ninclusive\nµs/step",
         "\ncalls\n/step",
         "\nµs\n/call",
     ):
