@@ -143,14 +143,13 @@ class Environment:
             return False
 
     def pip(self, *arguments: str) -> tuple[bool, str]:
-        """Run pip with the user's configuration: whether it succeeded, and its errors.
+        """Run pip with the user's configuration: whether it succeeded, and the end of what it said.
 
-        Says every half minute that it is still at it.
+        Its output where it succeeded. Says every half minute that it is still at it.
         """
         # A configured `user = true` makes pip refuse to install into a virtual environment.
         environ = {**os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-        # -qq: errors only, as a configured index that lacks one package warns hundreds of times.
-        command = [str(self.python), "-m", "pip", arguments[0], "-qq", *arguments[1:]]
+        command = [str(self.python), "-m", "pip", *arguments]
         began = time.monotonic()
         with tempfile.TemporaryFile("w+") as output:
             process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -165,7 +164,9 @@ class Environment:
                 process.terminate()
                 process.wait()
             output.seek(0)
-            lines = [line for line in output.read().splitlines() if "Requires-Python" not in line]
+            # Warnings come by the hundred, for each package that one of several configured indexes lacks.
+            noise = ("WARNING", "ERROR: Ignored the following versions")
+            lines = [line for line in output.read().splitlines() if not line.startswith(noise)]
         return process.returncode == 0, "\n".join(lines[-20:])
 
 
@@ -203,15 +204,28 @@ def resolved_torch(environment: Environment, requirement: str, index: list[str])
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        succeeded, errors = environment.pip("install", "--dry-run", "--report", str(report), *index, requirement)
+        succeeded, errors = environment.pip(
+            "install", "--quiet", "--dry-run", "--report", str(report), *index, requirement
+        )
         if not succeeded or not report.exists():
             return None, errors or "pip wrote no report (pip 22.2 or newer does)"
         chosen = torch_version(json.loads(report.read_text()))
     return chosen or environment.versions("torch")["torch"], ""
 
 
+def cpu_index_complaint(environment: Environment) -> str:
+    """Why PyTorch's CPU index is of no use; empty where it is.
+
+    Asked once, since pip would try an unreachable index again for each of a hundred and fifty packages.
+    """
+    succeeded, said = environment.pip("index", "versions", "torch", "--retries", "1", "--index-url", TORCH_CPU_INDEX)
+    if succeeded and "+cpu" in said:
+        return ""
+    return f"{TORCH_CPU_INDEX} cannot be reached, or has no torch for this Python and platform\n{said}".strip()
+
+
 def pip_install(environment: Environment, what: str, *arguments: str) -> None:
-    succeeded, errors = environment.pip("install", *arguments)
+    succeeded, errors = environment.pip("install", "--quiet", *arguments)
     if not succeeded:
         raise SetupError(f"installing {what} failed:\n{errors}", AGAIN)
 
@@ -225,7 +239,9 @@ def install_vllm(environment: Environment, requirement: str) -> None:
     for index in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
         where = "with PyTorch's CPU index as well" if index else "with pip as it is configured"
         say(f"looking for {requirement} and a CPU build of torch, {where}")
-        torch, complaint = resolved_torch(environment, requirement, index)
+        torch, complaint = None, cpu_index_complaint(environment) if index else ""
+        if not complaint:
+            torch, complaint = resolved_torch(environment, requirement, index)
         if torch is not None and is_cpu_build(torch):
             break
         problem = complaint or f"pip would take torch {torch}, which is not a CPU build"
@@ -248,7 +264,7 @@ def remove_cuda_companions(environment: Environment) -> None:
     broken = [name for name, version in found.items() if version is not None and not is_cpu_build(version)]
     if broken:
         say("removing {}: CUDA builds, which nothing here needs".format(", ".join(broken)))
-        succeeded, errors = environment.pip("uninstall", "--yes", *broken)
+        succeeded, errors = environment.pip("uninstall", "--quiet", "--yes", *broken)
         if not succeeded:
             raise SetupError("removing {} failed:\n{}".format(", ".join(broken), errors), AGAIN)
 
@@ -310,7 +326,7 @@ def check(environment: Environment) -> int:
         ("prometheus", "Prometheus: a test scrapes with it", ("prometheus",)),
     )
     for label, purpose, programs in optional:
-        path = next((where for program in programs if (where := shutil.which(program))), None)
+        path = next(filter(None, map(shutil.which, programs)), None)
         print("{:20} {}".format(label, path or f"missing ({purpose}; the demo does without)"))
     return 0 if all(found.values()) and is_cpu_build(found["torch"] or "") else 1
 
