@@ -399,3 +399,19 @@ def test_reading_reports_how_far_it_is(tmp_path):
     read_rings(readers, errors, lambda done, total: seen.append((done, total)))
     assert seen[0] == (1, 6)
     assert seen[-1] == (6, 6)
+
+
+def test_a_ring_that_is_truncated_while_it_is_read_is_named_and_what_was_read_of_it_counts(tmp_path):
+    ranks = write_server(tmp_path, world=1, steps=8)
+    readers, errors = open_rings(tmp_path)
+
+    def truncate(read, _):
+        if read == 5:
+            with ranks[0].writer.path.open("r+b") as file:
+                file.truncate(1000)
+
+    report = read_rings(readers, errors, truncate)
+    assert report.breakdown.groups[0].steps == 5
+    assert "truncated" in message(report, CaveatCode.RING_UNREADABLE)
+    assert codes(report).count(CaveatCode.RING_UNREADABLE) == 1
+    assert not report.breakdown.complete

@@ -341,3 +341,13 @@ def test_ctrl_c_ends_it_cleanly(tmp_path, options):
     assert len(ranks) == 1
     assert watcher.returncode == 0
     assert "Traceback" not in errors
+
+
+def test_a_ring_that_is_truncated_under_a_follower_is_named(tmp_path):
+    (rank,) = write_server(tmp_path, world=1, steps=3)
+    follower = Follower(tmp_path, window_s=100)
+    follower.poll()
+    with rank.writer.path.open("r+b") as file:
+        file.truncate(1000)
+    codes = [caveat.code for caveat in follower.poll().report.caveats]
+    assert codes.count("ring_unreadable") == 1

@@ -42,7 +42,7 @@ def read_rings(
     rings = look_at(readers, errors)
     tally = StepTally()
     slowest = SlowestTally(rings.ranks_expected, comparable=rings.comparable)
-    to_read = sum(min(ring.reader.written, ring.reader.layout.slots) for ring in rings.rings)
+    to_read = sum(min(ring.written, ring.reader.layout.slots) for ring in rings.rings)
     read = 0
     broken: list[RingError] = []
     for ring in rings.rings:

@@ -32,6 +32,12 @@ class RankRing:
     reader: RingReader
     identity: RankIdentity
     totals: Totals
+    written: int
+
+    @classmethod
+    def of(cls, reader: RingReader) -> RankRing:
+        """The ring as it stands now. Raises RingError where it has become unreadable since it was opened."""
+        return cls(reader, reader.identity, reader.totals(), reader.written)
 
     @property
     def rank(self) -> int:
@@ -110,8 +116,15 @@ class RingSet:
 
     def looked_at_again(self, more_errors: Iterable[RingError] = ()) -> RingSet:
         """The same rings with their counters as they stand now."""
-        rings = tuple(RankRing(ring.reader, ring.identity, ring.reader.totals()) for ring in self.rings)
-        return replace(self, rings=rings, errors=(*self.errors, *more_errors))
+        errors = {error.path: error for error in (*self.errors, *more_errors)}
+        rings = []
+        for ring in self.rings:
+            try:
+                rings.append(RankRing.of(ring.reader))
+            except RingError as error:  # what has been read of it is good: it stays, as it stood before
+                errors[error.path] = error
+                rings.append(ring)
+        return replace(self, rings=tuple(rings), errors=tuple(errors.values()))
 
     def caveats(self) -> list[Caveat]:
         """What has to be said about these rings. Call it after the samples have been read.
@@ -134,12 +147,12 @@ def look_at(readers: Iterable[RingReader], errors: Iterable[RingError] = ()) -> 
     Of several instances the one that started last is taken.
     """
     found: list[RankRing] = []
-    unreadable = list(errors)
+    unreadable = {error.path: error for error in errors}
     for reader in readers:
         try:
-            found.append(RankRing(reader, reader.identity, reader.totals()))
+            found.append(RankRing.of(reader))
         except RingError as error:
-            unreadable.append(error)
+            unreadable[error.path] = error
     set_aside: list[Caveat] = []
     found.sort(key=lambda ring: (ring.identity.started_unix_ns, ring.identity.instance), reverse=True)
     others = [ring for ring in found if ring.identity.instance != found[0].identity.instance]
@@ -164,7 +177,9 @@ def look_at(readers: Iterable[RingReader], errors: Iterable[RingError] = ()) -> 
         set_aside.append(
             Caveat(CaveatCode.RANK_TWICE, f"a second ring of a rank that is already there is left out: {_names(twice)}")
         )
-    return RingSet(tuple(by_global_rank[rank] for rank in sorted(by_global_rank)), tuple(unreadable), tuple(set_aside))
+    return RingSet(
+        tuple(by_global_rank[rank] for rank in sorted(by_global_rank)), tuple(unreadable.values()), tuple(set_aside)
+    )
 
 
 def _names(paths: Iterable[Path]) -> str:
@@ -186,7 +201,7 @@ def _about_steps(rings: RingSet) -> Iterator[Caveat]:
             f"{who}NO STEP HAS BEEN RECORDED on {format_ranks(ring.rank for ring in idle)} ({states}): if the server "
             "has answered requests, its steps are not seen; run `vllm-k25 doctor`",
         )
-    if any(ring.steps for ring in rings.rings) and not any(ring.reader.written for ring in rings.rings):
+    if any(ring.steps for ring in rings.rings) and not any(ring.written for ring in rings.rings):
         yield Caveat(
             CaveatCode.NO_SAMPLES,
             f"{rings.subject.steps:,} steps were executed and none was sampled ({rings.subject.sampling}): let the "
