@@ -77,7 +77,7 @@ class Step:
         self.graph_mode = GRAPH_MODES.index(graph_mode)
         self.requests = requests
         self.category_ns = dict.fromkeys(LIVE_CATEGORIES, 0)
-        self._fields: list[int] = []
+        self._ranges: list[tuple[int, ...]] = []
         self._at = 0
         self._add(Category.INPUT_PREPARATION, 180_000)
         for layer in range(LAYERS):
@@ -101,12 +101,11 @@ class Step:
             duration_ns=STEP_NS,
             overhead_ns=90_000,
             complete=True,
-            range_count=len(self._fields) // 8,
-            range_fields=self._fields,
+            range_columns=list(zip(*self._ranges, strict=True)),
         )
 
     def _add(self, category: Category, duration_ns: int, layer: int = NO_LAYER, nbytes: int = 0) -> None:
-        self._fields += [self._at, duration_ns, nbytes, layer, NO_PARENT, CATEGORY_CODE[category], 0, 0]
+        self._ranges.append((self._at, duration_ns, nbytes, layer, NO_PARENT, 0, 0, CATEGORY_CODE[category]))
         self.category_ns[category] += duration_ns
         self._at += duration_ns
 
@@ -119,7 +118,7 @@ class Step:
 
     def count_all_reduces(self, totals: TotalsWriter) -> None:
         for _ in range(2 * LAYERS):
-            totals.add_all_reduce(PYNCCL, 56_000, self.requests * BYTES_PER_TOKEN)
+            totals.add_all_reduces(PYNCCL, [56_000], [self.requests * BYTES_PER_TOKEN])
 
 
 def new_ring(folder: Path, rank: int) -> RingWriter:
@@ -153,7 +152,7 @@ def touch_everything(totals: TotalsWriter) -> None:
                 totals.add_sample(phase, graph, requests, STEP_NS, shares)
     for path in range(len(ALL_REDUCE_PATHS)):
         for nbytes in (*SIZE_BUCKETS, SIZE_BUCKETS[-1] + 1):
-            totals.add_all_reduce(path, 78_000, nbytes)
+            totals.add_all_reduces(path, [78_000], [nbytes])
     for reason in range(len(LOST_REASONS)):
         totals.add_lost(reason)
     for hook in range(MAX_HOOKS):

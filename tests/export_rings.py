@@ -76,10 +76,10 @@ def touch_everything(totals: TotalsWriter) -> None:
                 totals.add_sample(phase, graph, requests, STEP_NS, split(STEP_NS))
     for path in range(len(ALL_REDUCE_PATHS)):
         for nbytes in SIZES:
-            totals.add_all_reduce(path, 78_123, nbytes)
+            totals.add_all_reduces(path, [78_123], [nbytes])
     for reason in range(len(LOST_REASONS)):
         totals.add_lost(reason)
     for hook in range(MAX_HOOKS):
-        totals.add_hook_call(hook)
+        totals.add_hook_calls(hook, 1)
         totals.add_hook_error(hook)
     totals.add_overhead(1_234)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -25,9 +26,9 @@ class TestClock:
     def completed(self, mark: int) -> bool:
         return self.behind is None or mark <= self.behind
 
-    def elapsed_ns(self, start: int, end: int) -> int:
-        assert self.completed(end), "read before it had completed"
-        return end - start
+    def offsets_ns(self, start: int, marks: Sequence[int]) -> list[int]:
+        assert all(self.completed(mark) for mark in marks), "read before it had completed"
+        return [mark - start for mark in marks]
 
     def is_capturing(self) -> bool:
         return False

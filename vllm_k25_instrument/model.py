@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+from itertools import chain
 from typing import Final
 
 NS_PER_SECOND: Final = 1_000_000_000
@@ -252,22 +253,21 @@ def category_exclusive_ns(sample: StepSample) -> dict[Category, int]:
 
 # --- the bytes of a sample -------------------------------------------------------------------------------
 
+# A header, then the ranges column by column: a reader that wants one column need not touch the others.
 _SAMPLE = struct.Struct("<QQQQIIIBBBxIxxxx")
-_RANGE_FORMAT = "QQQhhBBH"
-_RANGE = struct.Struct("<" + _RANGE_FORMAT)
+_COLUMNS: Final = "QQQhhHBB"
 
 SAMPLE_BYTES: Final = _SAMPLE.size
-RANGE_BYTES: Final = _RANGE.size
-RANGE_FIELDS: Final = 8
-"""start_ns, duration_ns, bytes, layer, parent, category code, stream, detail index."""
+RANGE_BYTES: Final = struct.calcsize("<" + _COLUMNS)
+RANGE_COLUMNS: Final = len(_COLUMNS)
+"""start_ns, duration_ns, bytes, layer, parent, detail index, stream, category code."""
 
-MAX_STREAM: Final = 0xFF
 MAX_RANGES: Final = 0x7FFF
 
 
 @lru_cache(maxsize=1024)
 def _ranges_struct(count: int) -> struct.Struct:
-    return struct.Struct("<" + _RANGE_FORMAT * count)
+    return struct.Struct("<" + "".join(f"{count}{column}" for column in _COLUMNS))
 
 
 def pack_sample(
@@ -282,14 +282,14 @@ def pack_sample(
     duration_ns: int,
     overhead_ns: int,
     complete: bool,
-    range_count: int,
-    range_fields: Sequence[int],
+    range_columns: Sequence[Sequence[int]] = ((),) * RANGE_COLUMNS,
 ) -> bytes:
     """The bytes of one sample, from plain integers (the writer's hot path builds no objects).
 
-    `range_fields` holds ``RANGE_FIELDS`` integers per range, one range after the other. Raises
-    ``struct.error`` where a value does not fit its field.
+    `range_columns`: ``RANGE_COLUMNS`` sequences, each with one integer per range. Raises ``struct.error`` where a value
+    does not fit its field or the columns differ in length.
     """
+    count = len(range_columns[0])
     head = _SAMPLE.pack(
         step,
         start_unix_ns,
@@ -301,9 +301,9 @@ def pack_sample(
         phase_code,
         graph_code,
         complete,
-        range_count,
+        count,
     )
-    return head + _ranges_struct(range_count).pack(*range_fields)
+    return head + _ranges_struct(count).pack(*chain.from_iterable(range_columns))
 
 
 def unpack_sample(data: bytes | memoryview, details: Sequence[str]) -> StepSample:
@@ -323,11 +323,14 @@ def unpack_sample(data: bytes | memoryview, details: Sequence[str]) -> StepSampl
             phase_code,
             graph_code,
             complete,
-            range_count,
+            count,
         ) = _SAMPLE.unpack_from(data, 0)
-        end = SAMPLE_BYTES + range_count * RANGE_BYTES
-        if range_count > MAX_RANGES or end > len(data):
-            raise ValueError(f"{range_count} ranges do not fit {len(data)} bytes")
+        if count > MAX_RANGES or SAMPLE_BYTES + count * RANGE_BYTES > len(data):
+            raise ValueError(f"{count} ranges do not fit {len(data)} bytes")
+        flat = _ranges_struct(count).unpack_from(data, SAMPLE_BYTES)
+        columns = [flat[n * count : (n + 1) * count] for n in range(RANGE_COLUMNS)]
+        if any(not NO_PARENT <= parent < index for index, parent in enumerate(columns[4])):
+            raise ValueError("a range that begins before its parent")
         ranges = tuple(
             Range(
                 category=HOOKED_CATEGORIES[category],
@@ -339,9 +342,7 @@ def unpack_sample(data: bytes | memoryview, details: Sequence[str]) -> StepSampl
                 bytes=nbytes,
                 parent=parent,
             )
-            for start, duration, nbytes, layer, parent, category, stream, detail in _RANGE.iter_unpack(
-                memoryview(data)[SAMPLE_BYTES:end]
-            )
+            for start, duration, nbytes, layer, parent, detail, stream, category in zip(*columns, strict=True)
         )
         return StepSample(
             step=step,

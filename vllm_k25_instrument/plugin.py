@@ -70,12 +70,14 @@ def _ensure_instance(settings: Settings) -> bool:
     from vllm_k25_instrument.instances import INSTANCE_VARIABLE, create_instance
 
     # A main process starts a server of its own, even where it was started from inside another one's environment; a
-    # Ray worker is a main process too, but one that was handed an instance.
+    # Ray worker is a main process too, but one that was handed an instance. A name with our own pid is our own: the
+    # module was loaded a second time.
     inherits = multiprocessing.parent_process() is not None or "RAY_JOB_ID" in os.environ
-    if inherits and os.environ.get(INSTANCE_VARIABLE):
+    instance_name = os.environ.get(INSTANCE_VARIABLE, "")
+    if instance_name and (inherits or instance_name.endswith(f"-{os.getpid()}")):
         return True
     try:
-        instance, _Process.instance_fd = create_instance(settings.ring_dir, settings.ring_keep)
+        created, _Process.instance_fd = create_instance(settings.ring_dir, settings.ring_keep)
     except OSError as error:
         logger.error(
             "K25: not instrumenting: cannot use K25_RING_DIR=%s (%s); set it to a writable directory on a local tmpfs",
@@ -83,7 +85,7 @@ def _ensure_instance(settings: Settings) -> bool:
             error,
         )
         return False
-    os.environ[INSTANCE_VARIABLE] = instance.name
+    os.environ[INSTANCE_VARIABLE] = created.name
     return True
 
 

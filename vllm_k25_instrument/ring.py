@@ -3,14 +3,17 @@
 Layout (little-endian, format 1)::
 
     0      preamble (256 bytes): magic, format, fingerprint of the closed sets, sizes, number of samples written
-    256    metadata (64 KiB): identity and table of detail strings, as JSON behind a sequence number and a CRC
+    256    metadata (2 x 64 KiB): identity and table of detail strings, as JSON behind a sequence number and a CRC
     ...    totals: cumulative counters (see totals.py)
     ...    slots: each a sequence number, a length, a CRC-32 and the bytes of one StepSample
 
 Protocol. The n-th sample (from 0) goes to slot ``n % slots``. The writer sets the slot's sequence to
 ``2n + 1``, writes, sets it to ``2n + 2``, and then raises the preamble's number of samples. It takes no lock
 and never waits. A reader copies a slot between two looks at its sequence and checks the CRC, so that it never
-returns a torn sample, not even of a writer that was killed in the middle of one.
+returns a torn sample, not even of a writer that was killed in the middle of one. The metadata are written to
+the older of two copies, so that a writer killed meanwhile leaves the newer one whole. Sequence numbers and
+the number of samples are aligned words, written with one store each (``struct.pack_into`` zeroes its bytes
+first, and a reader would see that).
 
 The file's blocks are allocated when it is created: writing to a sparse file on a full tmpfs would kill the
 worker with SIGBUS, whereas a failed allocation is an OSError at start that costs us the ring and nobody else
@@ -24,15 +27,18 @@ import errno
 import json
 import mmap
 import os
+import stat
 import struct
+import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 from vllm_k25_instrument.liveness import hold, is_held
 from vllm_k25_instrument.model import (
+    MAX_RANGES,
     RANGE_BYTES,
     SAMPLE_BYTES,
     RankCoordinates,
@@ -49,10 +55,15 @@ RING_SUFFIX: Final = ".ring"
 _PREAMBLE = struct.Struct("<8sIIIIIIQ")  # magic, format, fingerprint, metadata, totals, slots, slot bytes, written
 _WRITTEN_OFFSET: Final = _PREAMBLE.size - 8
 _PREAMBLE_BYTES: Final = 256
-_METADATA_BYTES: Final = 64 * 1024
-_METADATA_HEAD = struct.Struct("<QII")
-_SLOT_HEAD = struct.Struct("<QII")
+_METADATA_COPY_BYTES: Final = 64 * 1024
+_METADATA_BYTES: Final = 2 * _METADATA_COPY_BYTES
+_METADATA_COPIES: Final = (_PREAMBLE_BYTES, _PREAMBLE_BYTES + _METADATA_COPY_BYTES)
+_TOTALS_OFFSET: Final = _PREAMBLE_BYTES + _METADATA_BYTES
+_HEAD = struct.Struct("<QII")  # of a slot and of a copy of the metadata: sequence, length, CRC-32
+_METADATA_ROOM: Final = _METADATA_COPY_BYTES - _HEAD.size
 _SEQUENCE = struct.Struct("<Q")
+_WORD: Final = _SEQUENCE.size
+_MAX_SLOT_BYTES: Final = -(-(_HEAD.size + SAMPLE_BYTES + MAX_RANGES * RANGE_BYTES) // 64) * 64
 
 MIN_SLOTS: Final = 16
 MAX_DETAILS: Final = 1024
@@ -71,14 +82,18 @@ class RingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """Sizes of a ring's parts, in bytes but for `slots`."""
+    """Sizes of a ring's parts, in bytes but for `slots`. Raises ValueError where no sample fits a slot."""
 
     slots: int
     slot_bytes: int
 
+    def __post_init__(self) -> None:
+        if self.slots < 1 or self.slot_bytes < _HEAD.size + SAMPLE_BYTES or self.slot_bytes % _WORD:
+            raise ValueError(f"{self.slots} slots of {self.slot_bytes} bytes")
+
     @property
     def slots_offset(self) -> int:
-        return _align(_PREAMBLE_BYTES + _METADATA_BYTES + TOTALS_BYTES, mmap.PAGESIZE)
+        return _align(_TOTALS_OFFSET + TOTALS_BYTES, mmap.PAGESIZE)
 
     @property
     def file_bytes(self) -> int:
@@ -87,12 +102,15 @@ class RingLayout:
     @property
     def max_ranges(self) -> int:
         """How many ranges a sample may have."""
-        return (self.slot_bytes - _SLOT_HEAD.size - SAMPLE_BYTES) // RANGE_BYTES
+        return (self.slot_bytes - _HEAD.size - SAMPLE_BYTES) // RANGE_BYTES
 
     @classmethod
     def plan(cls, samples: int, total_bytes: int) -> RingLayout:
-        """Slots for `samples` samples in `total_bytes` bytes of samples, whichever limit is met first."""
-        slot_bytes = max(_align(total_bytes // max(samples, 1) - 63, 64), 512)
+        """Slots for `samples` samples in `total_bytes` bytes of samples, whichever limit is met first.
+
+        Never fewer than ``MIN_SLOTS``, of 512 bytes at least and of what a sample of ``MAX_RANGES`` takes at most.
+        """
+        slot_bytes = min(max(_align(total_bytes // max(samples, 1) - 63, 64), 512), _MAX_SLOT_BYTES)
         return cls(slots=max(min(samples, total_bytes // slot_bytes), MIN_SLOTS), slot_bytes=slot_bytes)
 
 
@@ -104,113 +122,150 @@ class RingWriter:
     """The writing end. One thread writes samples; totals and metadata belong to the same process."""
 
     def __init__(self, path: Path, identity: RankIdentity, layout: RingLayout) -> None:
-        """Create the file anew with mode 0600, all its blocks allocated.
+        """Create the file anew with mode 0600, all its blocks allocated; it appears at `path` when it is complete.
 
         Where the file system is short of space, halves the number of slots until it fits or fewer than
-        ``MIN_SLOTS`` are left. Raises OSError where the file cannot be made.
+        ``MIN_SLOTS`` are left. Raises OSError where the file cannot be made or another living process has one at
+        `path`, ValueError where the identity does not fit its metadata.
         """
+        if _written_by_another(path):
+            raise OSError(errno.EBUSY, "another living process writes this ring", str(path))
         self.path = path
-        self.layout, self._map, self._fd = _create(path, layout)
-        view = memoryview(self._map)
-        totals_at = _PREAMBLE_BYTES + _METADATA_BYTES
-        self.totals = TotalsWriter(view[totals_at : totals_at + TOTALS_BYTES].cast("Q"))
-        self._view = view
         self._written = 0
-        self._metadata_sequence = 0
         self._identity = identity
         self._details: dict[str, int] = {"": 0}
-        _PREAMBLE.pack_into(
-            self._map,
-            0,
-            MAGIC,
-            FORMAT,
-            FINGERPRINT,
-            _METADATA_BYTES,
-            TOTALS_BYTES,
-            self.layout.slots,
-            self.layout.slot_bytes,
-            0,
-        )
-        self._write_metadata()
+        self._metadata_sequence = 0
+        self._metadata_lock = threading.Lock()  # hooks attach in whatever thread imports their module
+        metadata = self._metadata(identity, self._details)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        self._fd, self.layout = _allocate(partial, layout)
+        try:
+            self._map = mmap.mmap(self._fd, self.layout.file_bytes)
+            view = memoryview(self._map)
+            self.totals = TotalsWriter(view[_TOTALS_OFFSET : _TOTALS_OFFSET + TOTALS_BYTES].cast("Q"))
+            self._words = view.cast("Q")
+            _PREAMBLE.pack_into(
+                self._map,
+                0,
+                MAGIC,
+                FORMAT,
+                FINGERPRINT,
+                _METADATA_BYTES,
+                TOTALS_BYTES,
+                self.layout.slots,
+                self.layout.slot_bytes,
+                0,
+            )
+            self._write_metadata(metadata)
+            hold(self._fd)  # so the descriptor stays open for as long as the writer lives
+            os.rename(partial, path)
+        except BaseException:
+            os.close(self._fd)
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
 
     @property
     def identity(self) -> RankIdentity:
         return self._identity
 
     def set_identity(self, identity: RankIdentity) -> None:
-        """Replace the identity (hooks attach as vLLM imports its modules)."""
-        self._identity = identity
-        self._write_metadata()
+        """Replace the identity (hooks attach as vLLM imports its modules).
+
+        Raises ValueError, and keeps the old one, where the new one does not fit the metadata.
+        """
+        with self._metadata_lock:
+            self._write_metadata(self._metadata(identity, self._details))
+            self._identity = identity
 
     def detail_index(self, detail: str) -> int:
         """Index of a detail string, entered into the table when new; 0 (no detail) when the table is full."""
         index = self._details.get(detail)
-        if index is None:
-            if len(self._details) >= MAX_DETAILS:
+        return self._enter_detail(detail) if index is None else index
+
+    def _enter_detail(self, detail: str) -> int:
+        with self._metadata_lock:
+            index = len(self._details)
+            if index >= MAX_DETAILS:
                 return 0
-            index = self._details[detail] = len(self._details)
-            self._write_metadata()
-        return index
+            try:
+                self._write_metadata(self._metadata(self._identity, [*self._details, detail]))
+            except ValueError:
+                return 0
+            self._details[detail] = index
+            return index
 
     def append(self, sample: bytes) -> bool:
         """Write one packed sample; False where it does not fit a slot."""
         size = len(sample)
-        if size > self.layout.slot_bytes - _SLOT_HEAD.size:
+        if size > self.layout.slot_bytes - _HEAD.size:
             return False
         n = self._written
         at = self.layout.slots_offset + (n % self.layout.slots) * self.layout.slot_bytes
-        ring = self._map
-        _SEQUENCE.pack_into(ring, at, 2 * n + 1)
-        body = at + _SLOT_HEAD.size
-        ring[body : body + size] = sample
-        _SLOT_HEAD.pack_into(ring, at, 2 * n + 1, size, zlib.crc32(sample))
-        _SEQUENCE.pack_into(ring, at, 2 * n + 2)
+        body = at + _HEAD.size
+        words = self._words
+        word = at // _WORD
+        words[word] = 2 * n + 1
+        self._map[body : body + size] = sample
+        words[word + 1] = size | zlib.crc32(sample) << 32
+        words[word] = 2 * n + 2
         self._written = n + 1
-        _SEQUENCE.pack_into(ring, _WRITTEN_OFFSET, self._written)
+        words[_WRITTEN_OFFSET // _WORD] = n + 1
         return True
 
-    def _write_metadata(self) -> None:
-        document = json.dumps(
-            {"identity": asdict(self._identity), "details": list(self._details)}, separators=(",", ":")
-        ).encode()
-        room = _METADATA_BYTES - _METADATA_HEAD.size
-        if len(document) > room:
-            raise ValueError(f"ring metadata of {len(document)} bytes do not fit {room}")
-        sequence = self._metadata_sequence
-        at = _PREAMBLE_BYTES
-        _SEQUENCE.pack_into(self._map, at, sequence + 1)
-        self._map[at + _METADATA_HEAD.size : at + _METADATA_HEAD.size + len(document)] = document
-        _METADATA_HEAD.pack_into(self._map, at, sequence + 1, len(document), zlib.crc32(document))
-        _SEQUENCE.pack_into(self._map, at, sequence + 2)
-        self._metadata_sequence = sequence + 2
+    @staticmethod
+    def _metadata(identity: RankIdentity, details: Iterable[str]) -> bytes:
+        document = json.dumps({"identity": asdict(identity), "details": list(details)}, separators=(",", ":")).encode()
+        if len(document) > _METADATA_ROOM:
+            raise ValueError(f"ring metadata of {len(document)} bytes do not fit {_METADATA_ROOM}")
+        return document
+
+    def _write_metadata(self, document: bytes) -> None:
+        sequence = self._metadata_sequence = self._metadata_sequence + 2
+        at = _METADATA_COPIES[(sequence // 2 - 1) % len(_METADATA_COPIES)]
+        body = at + _HEAD.size
+        word = at // _WORD
+        self._words[word] = sequence - 1
+        self._map[body : body + len(document)] = document
+        self._words[word + 1] = len(document) | zlib.crc32(document) << 32
+        self._words[word] = sequence
 
 
-def _create(path: Path, layout: RingLayout) -> tuple[RingLayout, mmap.mmap, int]:
-    """Make the file under a temporary name and move it into place, so that no reader sees half of one."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+def _written_by_another(path: Path) -> bool:
+    """Whether `path` is the ring of another living process: a second engine with the same ranks in one server."""
+    if not is_held(path):
+        return False
+    try:
+        reader = RingReader(path)
+    except RingError:
+        return False  # nobody can use it
+    try:
+        return reader.identity.pid != os.getpid()
+    finally:
+        reader.close()
+
+
+def _allocate(partial: Path, layout: RingLayout) -> tuple[int, RingLayout]:
+    """A new file with all its blocks, and the layout that there was room for. Raises OSError, leaving no file."""
     with contextlib.suppress(FileNotFoundError):
         partial.unlink()
-    fd = os.open(partial, flags, 0o600)
+    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         while True:
             try:
                 os.posix_fallocate(fd, 0, layout.file_bytes)
-                break
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or layout.slots // 2 < MIN_SLOTS:
                     raise
                 os.ftruncate(fd, 0)
                 layout = RingLayout(slots=layout.slots // 2, slot_bytes=layout.slot_bytes)
-        mapped = mmap.mmap(fd, layout.file_bytes)
-        hold(fd)  # so the descriptor stays open for as long as the writer lives
-        os.rename(partial, path)
+            else:
+                return fd, layout
     except BaseException:
         os.close(fd)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             partial.unlink()
         raise
-    return layout, mapped, fd
 
 
 class RingReader:
@@ -223,14 +278,7 @@ class RingReader:
         """Samples that the writer overwrote before `samples` reached them."""
         self.corrupted = 0
         """Slots whose bytes do not match their checksum, or that a dying writer left unfinished."""
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < _PREAMBLE_BYTES:
-                    raise RingError(path, f"truncated: {size} bytes, shorter than a ring's preamble")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise RingError(path, error.strerror or str(error)) from error
+        self._map, size = _map_file(path)
         try:
             self.layout = self._check(size)
             self._read_metadata()
@@ -248,40 +296,60 @@ class RingReader:
                 f"written by another version of vllm-k25-instrument (format {form}, vocabulary {fingerprint:08x}; "
                 f"this one reads format {FORMAT}, vocabulary {FINGERPRINT:08x}): read it with that version",
             )
-        layout = RingLayout(slots=slots, slot_bytes=slot_bytes)
-        if slots < 1 or slot_bytes < _SLOT_HEAD.size + SAMPLE_BYTES:
-            raise RingError(self.path, f"corrupted: {slots} slots of {slot_bytes} bytes")
+        try:
+            layout = RingLayout(slots=slots, slot_bytes=slot_bytes)
+        except ValueError as error:
+            raise RingError(self.path, f"corrupted: {error}") from error
         if size < layout.file_bytes:
             raise RingError(self.path, f"truncated: {size} of {layout.file_bytes} bytes")
         return layout
 
+    def _check_not_truncated(self) -> None:
+        # Reading a mapping beyond the end of its file kills the process with SIGBUS.
+        size = self._map.size()
+        if size < self.layout.file_bytes:
+            raise RingError(self.path, f"truncated: {size} of {self.layout.file_bytes} bytes")
+
     def _read_metadata(self) -> None:
-        at = _PREAMBLE_BYTES
+        reason = "its metadata do not match their checksum"
         for _ in range(100):
-            sequence, length, crc = _METADATA_HEAD.unpack_from(self._map, at)
-            if length <= _METADATA_BYTES - _METADATA_HEAD.size and sequence % 2 == 0:
-                document = self._map[at + _METADATA_HEAD.size : at + _METADATA_HEAD.size + length]
-                if _SEQUENCE.unpack_from(self._map, at)[0] == sequence and zlib.crc32(document) == crc:
-                    break
-        else:
-            raise RingError(self.path, "corrupted: its metadata do not match their checksum")
-        try:
-            parsed = json.loads(document)
-            identity = dict(parsed["identity"])
-            identity["coordinates"] = RankCoordinates(**identity["coordinates"])
-            self._identity = RankIdentity(**identity)
-            self._details: list[str] = parsed["details"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RingError(self.path, f"corrupted: unreadable metadata ({error})") from error
-        self._metadata_sequence = sequence
+            newest = self._newest_metadata()
+            # A copy that is being written, or damaged, leaves the other one, which lacks the last change.
+            for at in sorted(_METADATA_COPIES, key=self._sequence_at, reverse=True):
+                document = self._metadata_copy(at)
+                if document is None:
+                    continue
+                try:
+                    self._identity, self._details = _parse_metadata(document)
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    reason = f"unreadable metadata ({error})"
+                else:
+                    self._metadata_sequence = newest
+                    return
+        raise RingError(self.path, f"corrupted: {reason}")
+
+    def _metadata_copy(self, at: int) -> bytes | None:
+        sequence, length, crc = _HEAD.unpack_from(self._map, at)
+        if sequence == 0 or sequence % 2 or length > _METADATA_ROOM:
+            return None
+        document = self._map[at + _HEAD.size : at + _HEAD.size + length]
+        whole = self._sequence_at(at) == sequence and zlib.crc32(document) == crc
+        return document if whole else None
+
+    def _newest_metadata(self) -> int:
+        return max(self._sequence_at(at) for at in _METADATA_COPIES)
 
     def _refresh_metadata(self) -> None:
-        if _SEQUENCE.unpack_from(self._map, _PREAMBLE_BYTES)[0] != self._metadata_sequence:
+        if self._newest_metadata() != self._metadata_sequence:
             self._read_metadata()
+
+    def _sequence_at(self, at: int) -> int:
+        return int(_SEQUENCE.unpack_from(self._map, at)[0])
 
     @property
     def identity(self) -> RankIdentity:
         """The writer's identity as it stands now. Raises RingError where it has become unreadable."""
+        self._check_not_truncated()
         self._refresh_metadata()
         return self._identity
 
@@ -292,20 +360,23 @@ class RingReader:
 
     @property
     def written(self) -> int:
-        """How many samples have been written since the ring was made."""
-        return int(_SEQUENCE.unpack_from(self._map, _WRITTEN_OFFSET)[0])
+        """How many samples have been written since the ring was made. Raises RingError where it has been truncated."""
+        self._check_not_truncated()
+        return self._sequence_at(_WRITTEN_OFFSET)
 
     def totals(self) -> Totals:
-        """A snapshot of the cumulative counters."""
-        at = _PREAMBLE_BYTES + _METADATA_BYTES
-        return Totals(self._map[at : at + TOTALS_BYTES])
+        """A snapshot of the cumulative counters. Raises RingError where the file has been truncated."""
+        self._check_not_truncated()
+        return Totals(self._map[_TOTALS_OFFSET : _TOTALS_OFFSET + TOTALS_BYTES])
 
     def samples(self, since: int = 0) -> Iterator[StepSample]:
         """The samples still in the ring, oldest first, from the `since`-th written (0 is the first).
 
-        Samples that are gone or unreadable are counted in `overwritten` and `corrupted`.
+        Samples that are gone or unreadable are counted in `overwritten` and `corrupted`. Raises RingError where the
+        file has been truncated or its metadata damaged since it was opened.
         """
         written = self.written
+        since = max(since, 0)
         first = max(since, written - self.layout.slots)
         self.overwritten += first - since
         for n in range(first, written):
@@ -320,16 +391,16 @@ class RingReader:
 
     def _copy(self, n: int) -> bytes | None:
         """The bytes of the n-th sample, whole, or None (counted)."""
+        self._check_not_truncated()
         at = self.layout.slots_offset + (n % self.layout.slots) * self.layout.slot_bytes
-        sequence, length, crc = _SLOT_HEAD.unpack_from(self._map, at)
-        if sequence == 2 * n + 2 and length <= self.layout.slot_bytes - _SLOT_HEAD.size:
-            data = self._map[at + _SLOT_HEAD.size : at + _SLOT_HEAD.size + length]
-            if _SEQUENCE.unpack_from(self._map, at)[0] == sequence:
-                if zlib.crc32(data) == crc:
-                    return data
-                self.corrupted += 1
-                return None
-        if _SEQUENCE.unpack_from(self._map, at)[0] > 2 * n + 2:
+        for _ in range(3):  # where memory is weakly ordered, the sequence may arrive before the bytes
+            sequence, length, crc = _HEAD.unpack_from(self._map, at)
+            if sequence != 2 * n + 2 or length > self.layout.slot_bytes - _HEAD.size:
+                break
+            data = self._map[at + _HEAD.size : at + _HEAD.size + length]
+            if self._sequence_at(at) == sequence and zlib.crc32(data) == crc:
+                return data
+        if self._sequence_at(at) > 2 * n + 2:
             self.overwritten += 1
         else:
             self.corrupted += 1
@@ -337,6 +408,39 @@ class RingReader:
 
     def close(self) -> None:
         self._map.close()
+
+
+def _parse_metadata(document: bytes) -> tuple[RankIdentity, list[str]]:
+    """Identity and table of details. Raises ValueError, KeyError, TypeError or RecursionError where it is neither."""
+    parsed = json.loads(document)
+    identity = RankIdentity(
+        **{**parsed["identity"], "coordinates": RankCoordinates(**parsed["identity"]["coordinates"])}
+    )
+    numbers = [*asdict(identity.coordinates).values(), identity.pid, identity.sample_every, identity.started_unix_ns]
+    words = [identity.instance, identity.model, identity.vllm_version, identity.plugin_version, identity.runner]
+    details = parsed["details"]
+    if not all(type(number) is int for number in numbers) or not all(isinstance(word, str) for word in words):
+        raise TypeError("fields of another type")
+    if not all(isinstance(word, str) for table in (identity.hooks.items(), [details]) for row in table for word in row):
+        raise TypeError("tables of another type")
+    return identity, details
+
+
+def _map_file(path: Path) -> tuple[mmap.mmap, int]:
+    """The file, mapped for reading, and its size. Raises RingError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name must not block us
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise RingError(path, "not a regular file")
+            if status.st_size < _PREAMBLE_BYTES:
+                raise RingError(path, f"truncated: {status.st_size} bytes, shorter than a ring's preamble")
+            return mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ), status.st_size
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:  # ValueError: it has been truncated just now
+        raise RingError(path, getattr(error, "strerror", None) or str(error)) from error
 
 
 def ring_file_name(global_rank: int) -> str:
@@ -353,12 +457,12 @@ def ring_paths(path: Path) -> list[Path]:
 
 def open_rings(path: Path) -> tuple[list[RingReader], list[RingError]]:
     """Every readable ring at `path`, by global rank, and an error for each file that is not one."""
-    readers: list[RingReader] = []
+    readers: list[tuple[int, RingReader]] = []
     errors: list[RingError] = []
     for file in ring_paths(path):
         try:
-            readers.append(RingReader(file))
+            reader = RingReader(file)
+            readers.append((reader.identity.coordinates.global_rank, reader))
         except RingError as error:
             errors.append(error)
-    readers.sort(key=lambda reader: reader.identity.coordinates.global_rank)
-    return readers, errors
+    return [reader for _, reader in sorted(readers, key=lambda entry: entry[0])], errors

@@ -11,7 +11,8 @@ step that was just being added, never by more.
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -159,6 +160,12 @@ class TotalsWriter:
         self._hook_calls = _BLOCKS["hook_calls"].offset
         self._hook_errors = _BLOCKS["hook_errors"].offset
         self._overhead = _BLOCKS["overhead_ns"].offset
+        self._all_reduce_ns = _BLOCKS["all_reduce_ns"].offset
+        self._all_reduce_buckets = tuple(_BLOCKS["all_reduce_buckets"].at(p) for p in range(len(ALL_REDUCE_PATHS)))
+        self._all_reduce_bytes = tuple(_BLOCKS["all_reduce_bytes"].at(p) for p in range(len(ALL_REDUCE_PATHS)))
+        self._category_buckets = tuple(
+            tuple(_BLOCKS["category_buckets"].at(p, c) for c in range(_CATEGORIES)) for p in range(len(PHASES))
+        )
         self._steps = _BLOCKS["steps"].offset
         self._step_ns = _BLOCKS["step_ns"].offset
         self._step_buckets = tuple(_BLOCKS["step_buckets"].at(p) for p in range(len(PHASES)))
@@ -177,20 +184,33 @@ class TotalsWriter:
         c = self._c
         c[_BLOCKS["sampled"].at(phase_code)] += 1
         sums = _BLOCKS["category_ns"].at(phase_code)
+        buckets = self._category_buckets[phase_code]
         row = self._batch_row(phase_code, graph_code, bucket_index(requests, BATCH_BUCKETS))
         c[row + 1] += 1
         c[row + 2] += duration_ns
         for code, ns in enumerate(category_ns):
             c[sums + code] += ns
-            c[_BLOCKS["category_buckets"].at(phase_code, code) + bisect_left(CATEGORY_BOUNDS_NS, ns)] += 1
+            c[buckets[code] + bisect_left(CATEGORY_BOUNDS_NS, ns)] += 1
             c[row + 3 + code] += ns
 
-    def add_all_reduce(self, path_code: int, duration_ns: int, nbytes: int) -> None:
-        """Count one timed all-reduce."""
+    def add_all_reduces(self, path_code: int, durations_ns: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Count a step's timed all-reduces of one path: the duration and the size of each."""
         c = self._c
-        c[_BLOCKS["all_reduce_ns"].at(path_code)] += duration_ns
-        c[_BLOCKS["all_reduce_buckets"].at(path_code) + bisect_left(ALL_REDUCE_BOUNDS_NS, duration_ns)] += 1
-        c[_BLOCKS["all_reduce_bytes"].at(path_code, bucket_index(nbytes, SIZE_BUCKETS))] += nbytes
+        c[self._all_reduce_ns + path_code] += sum(durations_ns)
+        # A step has a hundred of them, in few buckets and of one size: counting per bucket beats counting per call.
+        ordered = sorted(durations_ns)
+        buckets = self._all_reduce_buckets[path_code]
+        below = 0
+        for bucket, bound in enumerate(ALL_REDUCE_BOUNDS_NS):
+            upto = bisect_right(ordered, bound)
+            if upto > below:
+                c[buckets + bucket] += upto - below
+                below = upto
+        if below < len(ordered):
+            c[buckets + len(ALL_REDUCE_BOUNDS_NS)] += len(ordered) - below
+        sizes = self._all_reduce_bytes[path_code]
+        for size, count in Counter(nbytes).items():
+            c[sizes + bisect_left(SIZE_BUCKETS, size)] += size * count
 
     def add_lost(self, reason_code: int) -> None:
         self._c[self._lost + reason_code] += 1
@@ -198,8 +218,8 @@ class TotalsWriter:
     def add_overhead(self, ns: int) -> None:
         self._c[self._overhead] += ns
 
-    def add_hook_call(self, hook_index: int) -> None:
-        self._c[self._hook_calls + hook_index] += 1
+    def add_hook_calls(self, hook_index: int, count: int) -> None:
+        self._c[self._hook_calls + hook_index] += count
 
     def add_hook_error(self, hook_index: int) -> None:
         self._c[self._hook_errors + hook_index] += 1
@@ -267,6 +287,8 @@ class Totals:
             if not steps:
                 continue
             if row < BATCH_ROWS:
+                if not 0 < label <= len(_ROW_LABELS):  # copied while the row was being taken, or damaged
+                    continue
                 phase, graph, batch = _ROW_LABELS[label - 1]
                 names = (str(PHASES[phase]), str(GRAPH_MODES[graph]), BATCH_LABELS[batch])
             else:

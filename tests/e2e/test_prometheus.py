@@ -15,10 +15,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from export_rings import EXPORT, STEP_NS, make_ring, split, touch_everything
-from exposition import assert_exposition_is_sound, our_samples
 from prometheus_client import generate_latest
 
+from tests.export_rings import EXPORT, STEP_NS, make_ring, split, touch_everything
+from tests.exposition import assert_exposition_is_sound, our_samples
 from vllm_k25_instrument.export.collector import RingCollector
 
 RANKS = 2
@@ -79,7 +79,7 @@ class SteadyServer:
             for writer in self.writers:
                 writer.totals.add_step(DECODE, STEP_NS)
                 writer.totals.add_sample(DECODE, FULL, 64, STEP_NS, split(STEP_NS))
-                writer.totals.add_all_reduce(1, 78_000, 14_336)
+                writer.totals.add_all_reduces(1, [78_000], [14_336])
 
     def stop(self) -> None:
         self._stop.set()

@@ -7,13 +7,13 @@ import os
 import shutil
 
 import pytest
-from export_rings import STEP_NS, identity, kill, make_ring, touch_everything
-from exposition import assert_exposition_is_sound, our_samples, value_of
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.export_rings import STEP_NS, identity, kill, make_ring, touch_everything
+from tests.exposition import assert_exposition_is_sound, our_samples, value_of
 from vllm_k25_instrument.export.collector import RingCollector
 from vllm_k25_instrument.export.follow import InstanceFollower
-from vllm_k25_instrument.model import RANGE_FIELDS, pack_sample
+from vllm_k25_instrument.model import RANGE_COLUMNS, pack_sample
 from vllm_k25_instrument.ring import ring_file_name
 
 DECODE = 0
@@ -191,8 +191,8 @@ def test_ten_thousand_details_layers_and_batches_leave_the_number_of_series_cons
     before = set(our_samples(text_of(collector)))
     for n in range(10_000):
         detail = writer.detail_index(f"triton_poi_fused_add_mul_{n}")
-        fields = [0, n, n, n % 1000, -1, n % 8, n % 256, detail]
-        assert len(fields) == RANGE_FIELDS
+        fields = [0, n, n, n % 1000, -1, detail, n % 256, n % 8]
+        assert len(fields) == RANGE_COLUMNS
         assert writer.append(
             pack_sample(
                 step=n,
@@ -205,11 +205,10 @@ def test_ten_thousand_details_layers_and_batches_leave_the_number_of_series_cons
                 duration_ns=n,
                 overhead_ns=0,
                 complete=True,
-                range_count=1,
-                range_fields=fields,
+                range_columns=[[value] for value in fields],
             )
         )
-        writer.totals.add_all_reduce(n % 11, n, n)
+        writer.totals.add_all_reduces(n % 11, [n], [n])
     assert set(our_samples(text_of(collector))) == before
 
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import pytest
 import typer
-from export_rings import EXPORT, STEP_NS, kill, make_ring, touch_everything
-from exposition import assert_exposition_is_sound, assert_openmetrics_is_sound, our_samples, value_of
 from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
+from tests.export_rings import EXPORT, STEP_NS, kill, make_ring, touch_everything
+from tests.exposition import assert_exposition_is_sound, assert_openmetrics_is_sound, our_samples, value_of
 from vllm_k25_instrument.commands.export import export
 from vllm_k25_instrument.export.collector import RingCollector
 

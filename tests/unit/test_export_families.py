@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from export_rings import STEP_NS, identity, split, touch_everything
-from exposition import (
+from prometheus_client import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+
+from tests.export_rings import STEP_NS, identity, split, touch_everything
+from tests.exposition import (
     FAMILIES,
     assert_exposition_is_sound,
     assert_openmetrics_is_sound,
@@ -15,9 +18,6 @@ from exposition import (
     our_samples,
     value_of,
 )
-from prometheus_client import generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
-
 from vllm_k25_instrument.export.cardinality import MAX_NODE_SERIES, NODE_RANKS, worst_case, worst_case_per_rank
 from vllm_k25_instrument.export.families import empty_families, join_ranks, rank_families
 from vllm_k25_instrument.model import LIVE_CATEGORIES, LOST_REASONS, PHASES, AllReducePath, RankIdentity
@@ -182,7 +182,7 @@ def test_batches_beyond_the_last_row_come_as_other():
 
 def test_bytes_are_counted_by_path_and_size():
     rank = Rank()
-    rank.totals.add_all_reduce(list(AllReducePath).index(AllReducePath.PYNCCL), 78_000, 14_336)
+    rank.totals.add_all_reduces(list(AllReducePath).index(AllReducePath.PYNCCL), [78_000], [14_336])
     samples = our_samples(text_of(rank))
     assert [(labels, value) for (name, labels), value in samples.items() if "all_reduce_bytes" in name] == [
         (frozenset({("rank", "0"), ("path", "pynccl"), ("size", "16384")}), 14_336)
@@ -259,5 +259,5 @@ def test_ten_thousand_different_inputs_leave_the_number_of_series_constant():
         duration = 1_000 * n + 7
         rank.totals.add_step(n % 3, duration)
         rank.totals.add_sample(n % 3, n // 3 % 3, n, duration, split(duration))
-        rank.totals.add_all_reduce(n % len(AllReducePath), duration, 17 * n)
+        rank.totals.add_all_reduces(n % len(AllReducePath), [duration], [17 * n])
     assert set(our_samples(text_of(rank))) == before

@@ -7,10 +7,10 @@ import sys
 
 import prometheus_client
 import pytest
-from export_rings import make_ring
-from exposition import assert_exposition_is_sound, value_of
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.export_rings import make_ring
+from tests.exposition import assert_exposition_is_sound, value_of
 from vllm_k25_instrument.export import in_vllm
 from vllm_k25_instrument.export.in_vllm import Registration, register_in_vllm
 from vllm_k25_instrument.settings import Settings

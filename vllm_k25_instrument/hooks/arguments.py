@@ -32,15 +32,14 @@ def argument(args: Args, kwargs: Kwargs, position: int, *names: str) -> Any:
 
 def message_bytes(args: Args, kwargs: Kwargs) -> int:
     """Bytes of a collective's first tensor argument (0 where there is none)."""
+    try:
+        return args[1].nbytes  # type: ignore[no-any-return]
+    except (AttributeError, IndexError):
+        pass
     value = args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
     if isinstance(value, list):
-        return sum(_tensor_bytes(tensor) for tensor in value)
-    return _tensor_bytes(value)
-
-
-def _tensor_bytes(value: Any) -> int:
-    nbytes = getattr(value, "nbytes", 0)
-    return nbytes if isinstance(nbytes, int) else 0
+        return sum(getattr(tensor, "nbytes", 0) for tensor in value)
+    return int(getattr(value, "nbytes", 0))
 
 
 def own_layer(args: Args, kwargs: Kwargs) -> int:

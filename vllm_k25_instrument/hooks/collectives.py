@@ -21,8 +21,8 @@ def _path_known_beforehand(args: Args, kwargs: Kwargs) -> str:
     kind = type(args[0]).__name__
     if kind == "CpuCommunicator":
         shared_memory = type(args[0].dist_module).__name__ == "_CPUSHMDistributed"
-        return AllReducePath.CPU_SHM if shared_memory else AllReducePath.TORCH_DISTRIBUTED
-    return "" if kind == "CudaCommunicator" else AllReducePath.TORCH_DISTRIBUTED
+        return "cpu_shm" if shared_memory else "torch_distributed"
+    return "" if kind == "CudaCommunicator" else "torch_distributed"
 
 
 def _pynccl_path(args: Args, kwargs: Kwargs) -> AllReducePath:
@@ -54,7 +54,8 @@ def _collective(name: str, method: str, versions: str = "") -> HookPoint:
         subclasses=True,
         detail=lambda args, kwargs: method,
         nbytes=message_bytes,
-        inherits_layer=True,
+        # Of these only the experts' exchange is certain to belong to the layer seen last.
+        inherits_layer=name in ("moe_dispatch", "moe_combine"),
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from vllm_k25_instrument.hooks.names import HOOK_INDEX
-from vllm_k25_instrument.model import AllReducePath, Category
+from vllm_k25_instrument.model import CATEGORY_CODE, AllReducePath, Category
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -65,16 +65,20 @@ class HookPoint:
     path: Callable[[Args, Kwargs], AllReducePath] | None = None
     none_is_refusal: bool = False
 
+    code: int = field(init=False, default=-1)
+    """The category's code (-1: no range)."""
+    index: int = field(init=False, default=-1)
+    """Index of the hook's counters in a ring's totals."""
+
     def __post_init__(self) -> None:
         if self.name not in HOOK_INDEX:
             raise ValueError(f"{self.name} is not in the closed set of hook names")
         if (self.category is None) == (self.kind is HookKind.RANGE or self.kind is HookKind.SHARED_EXPERTS):
             raise ValueError(f"{self.name}: a range has a category, nothing else has one")
-
-    @property
-    def index(self) -> int:
-        """Index of the hook's counters in a ring's totals."""
-        return HOOK_INDEX[self.name]
+        # Looked up once: enumeration members hash in Python, too slow for every call.
+        object.__setattr__(self, "index", HOOK_INDEX[self.name])
+        if self.category is not None:
+            object.__setattr__(self, "code", CATEGORY_CODE[self.category])
 
     @property
     def id(self) -> str:

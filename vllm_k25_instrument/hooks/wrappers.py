@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter_ns
 from typing import Any, Final
 
 import torch
@@ -17,8 +19,8 @@ import torch
 from vllm_k25_instrument.hooks.arguments import argument
 from vllm_k25_instrument.hooks.point import HookKind, HookPoint
 from vllm_k25_instrument.log import logger
-from vllm_k25_instrument.model import GraphMode
-from vllm_k25_instrument.recorder.recorder import Recorder
+from vllm_k25_instrument.model import HOOKED_CATEGORIES, NO_LAYER, GraphMode
+from vllm_k25_instrument.recorder.recorder import CODE, END, PUSHED, START, Recorder
 
 Function = Callable[..., Any]
 
@@ -45,16 +47,62 @@ def unbound(descriptor: Any) -> Function:
 
 
 def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    """The call is a range.
+
+    A range directly inside one of the same category is that range's implementation and is not recorded. All in one
+    function, what never changes in its closure: this runs on every hooked call of a sampled step.
+    """
+    code, hook_index, category = point.code, point.index, HOOKED_CATEGORIES[point.code]
+    detail_of, nbytes_of, layer_of, inherits_layer = point.detail, point.nbytes, point.layer, point.inherits_layer
+    device, mark, markers = recorder.device, recorder.device.mark, recorder.markers
+    host_time, silenced = recorder.marks_are_host_time, recorder.silenced
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _is_dynamo_compiling() or not recorder.recording:
             return function(*args, **kwargs)
-        opened = recorder.enter(point, args, kwargs)
-        if opened is None:
+        entered = perf_counter_ns()
+        step = recorder.step
+        if step is None or (silenced and point in silenced):
             return function(*args, **kwargs)
+        if get_ident() != recorder.thread:
+            step.complete = False
+            return function(*args, **kwargs)
+        parent = recorder.top
+        if parent is not None and parent[CODE] == code:
+            return function(*args, **kwargs)
+        try:
+            if layer_of is not None:
+                recorder.layer = layer = layer_of(args, kwargs)
+            else:
+                layer = recorder.layer if inherits_layer else NO_LAYER
+            detail = detail_of(args, kwargs) if detail_of is not None else ""
+            nbytes = nbytes_of(args, kwargs) if nbytes_of is not None else 0
+            stream = 0 if host_time else device.stream()
+            pushed = False
+            # Where the detail is still to come (an all-reduce's path), so is the range's name.
+            if markers is not None and (detail or detail_of is None):
+                markers.push(category, detail, nbytes, layer)
+                pushed = True
+        except Exception as error:
+            recorder.on_error(point, error)
+            return function(*args, **kwargs)
+        ranges = step.ranges
+        opened = [code, hook_index, len(ranges), parent, detail, nbytes, layer, stream, pushed, None, None]
+        ranges.append(opened)
+        recorder.top = opened
+        opened[START] = start = mark()
+        began = start if host_time else perf_counter_ns()
         try:
             return function(*args, **kwargs)
         finally:
-            recorder.leave(opened)
+            opened[END] = mark()
+            recorder.top = parent
+            step.overhead_ns += began - entered
+            # Without a marker to pop, what is left to do here takes less than the clock that would time it.
+            if opened[PUSHED]:
+                left = perf_counter_ns()
+                recorder.pop_marker()
+                step.overhead_ns += perf_counter_ns() - left
 
     return wrapper
 

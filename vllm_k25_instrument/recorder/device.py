@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Protocol, TypeVar
 
@@ -17,8 +18,11 @@ class Device(Protocol[Mark]):
     def completed(self, mark: Mark) -> bool:
         """Whether the device has passed the mark. Never waits; not to be asked while capturing."""
 
-    def elapsed_ns(self, start: Mark, end: Mark) -> int:
-        """Nanoseconds from one completed mark to another."""
+    def offsets_ns(self, start: Mark, marks: Sequence[Mark]) -> list[int]:
+        """Nanoseconds from `start` to each of `marks`, all of them completed.
+
+        All from one origin, so that differences of offsets add up exactly however coarse the device's clock is.
+        """
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph (an invalidated capture counts)."""
@@ -35,8 +39,8 @@ class HostClock:
     def completed(self, mark: int) -> bool:
         return True
 
-    def elapsed_ns(self, start: int, end: int) -> int:
-        return end - start
+    def offsets_ns(self, start: int, marks: Sequence[int]) -> list[int]:
+        return [mark - start for mark in marks]
 
     def is_capturing(self) -> bool:
         return False

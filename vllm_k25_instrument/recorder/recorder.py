@@ -7,8 +7,9 @@ methods never raise: an error in our own code is reported to `on_error` and cost
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from operator import sub
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Final
@@ -21,11 +22,10 @@ from vllm_k25_instrument.model import (
     GRAPH_MODES,
     HOOKED_CATEGORIES,
     LOST_REASONS,
-    MAX_STREAM,
     NO_LAYER,
     NO_PARENT,
     PHASES,
-    RANGE_FIELDS,
+    RANGE_COLUMNS,
     AllReducePath,
     Category,
     GraphMode,
@@ -33,7 +33,7 @@ from vllm_k25_instrument.model import (
     Phase,
     pack_sample,
 )
-from vllm_k25_instrument.recorder.device import Device
+from vllm_k25_instrument.recorder.device import Device, HostClock
 from vllm_k25_instrument.recorder.phase import PhaseClassifier
 from vllm_k25_instrument.ring import RingWriter
 
@@ -47,24 +47,21 @@ _OTHER_PATH: Final = _PATH_CODE[AllReducePath.OTHER]
 ErrorHandler = Callable[[HookPoint | None, Exception], None]
 
 
-class OpenRange:
-    """A range of the step that is being recorded; `end` is None until its call has returned."""
+OpenRange = list[Any]
+"""A range of the step that is being recorded, made by the wrapper of a hooked call. A plain list, and not an object,
+because every hooked call of a sampled step makes one. Its items have the names below."""
 
-    __slots__ = ("code", "detail", "end", "index", "layer", "nbytes", "parent", "pushed", "start", "stream")
-
-    def __init__(
-        self, index: int, code: int, detail: str, nbytes: int, layer: int, stream: int, parent: OpenRange | None
-    ) -> None:
-        self.index = index
-        self.code = code
-        self.detail = detail
-        self.nbytes = nbytes
-        self.layer = layer
-        self.stream = stream
-        self.parent = parent
-        self.start: Any = None
-        self.end: Any = None
-        self.pushed = False
+CODE: Final = 0  # the category's code
+HOOK: Final = 1  # the index of the hook's name
+INDEX: Final = 2  # the range's index in its step
+PARENT: Final = 3  # the enclosing range, or None
+DETAIL: Final = 4
+NBYTES: Final = 5
+LAYER: Final = 6
+STREAM: Final = 7
+PUSHED: Final = 8  # whether an NVTX range is open for it
+START: Final = 9  # the device's marks
+END: Final = 10
 
 
 class OpenStep:
@@ -107,28 +104,30 @@ class OpenStep:
 class Recorder:
     """Times one worker's steps.
 
-    `recording` is True exactly while a sampled step runs; wrappers look at it first, and do nothing else when it
-    is False.
+    `recording` is True exactly while a sampled step runs; wrappers look at it first, and do nothing else when it is
+    False. While it is True they append to `step.ranges` (see `hooks.wrappers`): `top` is the range that is open,
+    `layer` the layer seen last, `thread` the one whose ranges count.
     """
 
     __slots__ = (
         "_classifier",
-        "_device",
         "_graph_hint",
-        "_layer",
-        "_markers",
         "_next_step",
-        "_on_error",
         "_on_first_step",
         "_pending",
         "_ring",
         "_sample_every",
-        "_silenced",
-        "_step",
-        "_thread",
-        "_top",
+        "device",
         "executing",
+        "layer",
+        "markers",
+        "marks_are_host_time",
+        "on_error",
         "recording",
+        "silenced",
+        "step",
+        "thread",
+        "top",
     )
 
     def __init__(
@@ -149,32 +148,34 @@ class Recorder:
         self.recording = False
         self.executing = False  # a model runner's execute_model is on the stack
         self._ring = ring
-        self._device = device
+        self.device = device
+        # Where marks are the host's clock, they save the wrappers reading it once more.
+        self.marks_are_host_time = isinstance(device, HostClock)
         self._sample_every = sample_every
-        self._on_error = on_error
-        self._markers = markers
+        self.on_error = on_error
+        self.markers = markers
         self._graph_hint = graph_hint
         self._on_first_step = on_first_step
-        self._silenced: set[HookPoint] = set()
+        self.silenced: set[HookPoint] = set()
         self._classifier = PhaseClassifier()
         self._next_step = 0
-        self._step: OpenStep | None = None
+        self.step: OpenStep | None = None
         self._pending: deque[OpenStep] = deque()
-        self._top: OpenRange | None = None
-        self._layer = NO_LAYER
-        self._thread = 0
+        self.top: OpenRange | None = None
+        self.layer = NO_LAYER
+        self.thread = 0
 
     # --- steps -----------------------------------------------------------------------------------------------
 
     @property
     def in_step(self) -> bool:
-        return self._step is not None
+        return self.step is not None
 
     def begin_step(self, scheduler_output: Any) -> bool:
         """A step with `scheduler_output` begins; False where it does not count as one (nothing is scheduled)."""
         entered = perf_counter_ns()
         try:
-            if self._step is not None:
+            if self.step is not None:
                 self.abort_step()
             tokens = scheduler_output.total_num_scheduled_tokens
             if tokens <= 0:
@@ -190,44 +191,44 @@ class Recorder:
                 tokens,
                 number % self._sample_every == 0,
             )
-            self._step = step
+            self.step = step
             if step.sampled:
-                self._thread = get_ident()
-                self._top = None
-                self._layer = NO_LAYER
+                self.thread = get_ident()
+                self.top = None
+                self.layer = NO_LAYER
                 step.start_unix_ns = time.time_ns()
-                if self._markers is not None:
-                    self._markers.push_step(step.phase, number, step.requests, self._graph_hint)
+                if self.markers is not None:
+                    self.markers.push_step(step.phase, number, step.requests, self._graph_hint)
                     step.pushed = True
                 self.recording = True
             self._ring.totals.add_overhead(perf_counter_ns() - entered)
-            step.start = self._device.mark()
+            step.start = self.device.mark()
             return True
         except Exception as error:
-            self._step = None
+            self.step = None
             self.recording = False
-            self._on_error(None, error)
+            self.on_error(None, error)
             return False
 
     def dispatched(self, graph_mode: GraphMode, padded_tokens: int) -> None:
         """The open step will run in this graph mode, padded to this many tokens."""
-        step = self._step
+        step = self.step
         if step is not None:
             step.graph_mode = graph_mode
             step.padded_tokens = padded_tokens
 
     def end_step(self) -> None:
         """The open step is over."""
-        step = self._step
+        step = self.step
         if step is None:
             return
         try:
-            step.end = self._device.mark()
+            step.end = self.device.mark()
             entered = perf_counter_ns()
-            self._step = None
+            self.step = None
             self.recording = False
-            if step.pushed and self._markers is not None:
-                self._markers.pop()
+            if step.pushed and self.markers is not None:
+                self.markers.pop()
             self._pending.append(step)
             self.drain()
             self._ring.totals.add_overhead(perf_counter_ns() - entered)
@@ -236,186 +237,149 @@ class Recorder:
 
     def abort_step(self) -> None:
         """The open step raised, or will never be finished: it is not a step that can be compared with others."""
-        step = self._step
-        self._step = None
+        step = self.step
+        self.step = None
         self.recording = False
         if step is None:
             return
         try:
-            if step.pushed and self._markers is not None:
-                self._markers.pop()
+            if step.pushed and self.markers is not None:
+                self.markers.pop()
             if step.sampled:
                 self._ring.totals.add_lost(_LOST_CODE[LostReason.ABORTED])
         except Exception as error:
-            self._on_error(None, error)
+            self.on_error(None, error)
 
     def drain(self) -> None:
         """Make samples of the steps whose last mark the device has passed."""
         pending = self._pending
-        while pending and self._device.completed(pending[0].end):
+        while pending and self.device.completed(pending[0].end):
             self._finish(pending.popleft())
 
     def silence(self, point: HookPoint) -> None:
         """Make nothing of `point`'s calls from now on."""
-        self._silenced.add(point)
+        self.silenced.add(point)
 
     # --- ranges ----------------------------------------------------------------------------------------------
 
-    def enter(self, point: HookPoint, args: Args, kwargs: Kwargs) -> OpenRange | None:
-        """A call of `point` begins; None where it makes no range of its own.
-
-        A range directly inside one of the same category is that range's implementation and is not recorded.
-        """
-        entered = perf_counter_ns()
-        step = self._step
-        if step is None:
-            return None
-        if get_ident() != self._thread:
-            step.complete = False
-            return None
-        parent = self._top
-        category = point.category
-        if category is None or point in self._silenced:
-            return None
-        code = CATEGORY_CODE[category]
-        if parent is not None and parent.code == code:
-            return None
-        try:
-            if point.layer is not None:
-                self._layer = point.layer(args, kwargs)
-            layer = self._layer if point.layer is not None or point.inherits_layer else NO_LAYER
-            opened = OpenRange(
-                len(step.ranges),
-                code,
-                point.detail(args, kwargs) if point.detail is not None else "",
-                point.nbytes(args, kwargs) if point.nbytes is not None else 0,
-                layer,
-                self._device.stream(),
-                parent,
-            )
-            if self._markers is not None and (opened.detail or point.detail is None):
-                self._markers.push(category, opened.detail, opened.nbytes, layer)
-                opened.pushed = True
-        except Exception as error:
-            self._on_error(point, error)
-            return None
-        step.ranges.append(opened)
-        self._top = opened
-        self._ring.totals.add_hook_call(point.index)
-        step.overhead_ns += perf_counter_ns() - entered
-        opened.start = self._device.mark()
-        return opened
-
-    def leave(self, opened: OpenRange) -> None:
-        """The call that `enter` opened has returned or raised."""
-        opened.end = self._device.mark()
-        entered = perf_counter_ns()
-        self._top = opened.parent
-        if opened.pushed and self._markers is not None:
-            try:
-                self._markers.pop()
-            except Exception as error:
-                self._on_error(None, error)
-        step = self._step
-        if step is not None:
-            step.overhead_ns += perf_counter_ns() - entered
-
     def take_path(self, point: HookPoint, args: Args, kwargs: Kwargs) -> OpenRange | None:
         """The open all-reduce runs through `point`'s path; None where none is open or its path is known."""
-        opened = self._top
-        if opened is None or opened.code != _ALL_REDUCE or opened.detail or get_ident() != self._thread:
+        opened = self.top
+        if opened is None or opened[DETAIL] or opened[CODE] != _ALL_REDUCE or get_ident() != self.thread:
             return None
-        if point.path is None or point in self._silenced:
+        if point.path is None or point in self.silenced:
             return None
         try:
-            opened.detail = point.path(args, kwargs)
-            self._ring.totals.add_hook_call(point.index)
-            if self._markers is not None and not opened.pushed:
-                self._markers.push(Category.ALL_REDUCE, opened.detail, opened.nbytes, opened.layer)
-                opened.pushed = True
+            opened[DETAIL] = point.path(args, kwargs)
+            self._ring.totals.add_hook_calls(point.index, 1)
+            if self.markers is not None and not opened[PUSHED]:
+                self.markers.push(Category.ALL_REDUCE, opened[DETAIL], opened[NBYTES], opened[LAYER])
+                opened[PUSHED] = True
         except Exception as error:
-            self._on_error(point, error)
+            self.on_error(point, error)
         return opened
 
     def refuse_path(self, opened: OpenRange) -> None:
         """The path that was taken has declined the call; another one will report itself."""
-        opened.detail = ""
-        if opened.pushed and self._markers is not None:
-            opened.pushed = False
-            self._markers.pop()
+        opened[DETAIL] = ""
+        if opened[PUSHED] and self.markers is not None:
+            opened[PUSHED] = False
+            self.pop_marker()
+
+    def pop_marker(self) -> None:
+        """Close the NVTX range opened last."""
+        try:
+            if self.markers is not None:
+                self.markers.pop()
+        except Exception as error:
+            self.on_error(None, error)
 
     def enter_layer(self, point: HookPoint, args: Args, kwargs: Kwargs) -> None:
         """The call tells which layer the next ranges belong to."""
-        if point.layer is not None and point not in self._silenced and get_ident() == self._thread:
+        if point.layer is not None and point not in self.silenced and get_ident() == self.thread:
             try:
-                self._layer = point.layer(args, kwargs)
+                self.layer = point.layer(args, kwargs)
             except Exception as error:
-                self._on_error(point, error)
+                self.on_error(point, error)
 
     # --- from marks to a sample ------------------------------------------------------------------------------
 
     def _finish(self, step: OpenStep) -> None:
         totals = self._ring.totals
         phase = _PHASE_CODE[step.phase]
-        duration = self._device.elapsed_ns(step.start, step.end)
+        (duration,) = self.device.offsets_ns(step.start, (step.end,))
         totals.add_step(phase, duration)
         if not step.sampled:
             return
-        fields, exclusive = self._resolve(step)
+        graph = _GRAPH_CODE[step.graph_mode]
+        columns, exclusive, hooks = self._resolve(step)
         sample = pack_sample(
             step=step.number,
             phase_code=phase,
             requests=step.requests,
             tokens=step.tokens,
             padded_tokens=step.padded_tokens,
-            graph_code=_GRAPH_CODE[step.graph_mode],
+            graph_code=graph,
             start_unix_ns=step.start_unix_ns,
             duration_ns=duration,
             overhead_ns=step.overhead_ns,
             complete=step.complete,
-            range_count=len(step.ranges),
-            range_fields=fields,
+            range_columns=columns,
         )
         totals.add_overhead(step.overhead_ns)
         if not self._ring.append(sample):
             self._lose(LostReason.TOO_LARGE)
             return
-        totals.add_sample(
-            phase,
-            _GRAPH_CODE[step.graph_mode],
-            step.requests,
-            duration,
-            [*exclusive, duration - sum(exclusive)],
-        )
-        for index, r in enumerate(step.ranges):
-            if r.code == _ALL_REDUCE:
-                totals.add_all_reduce(_PATH_CODE.get(r.detail, _OTHER_PATH), fields[index * RANGE_FIELDS + 1], r.nbytes)
+        totals.add_sample(phase, graph, step.requests, duration, [*exclusive, duration - sum(exclusive)])
+        for hook_index, count in Counter(hooks).items():
+            totals.add_hook_calls(hook_index, count)
+        self._count_all_reduces(step.ranges, columns)
 
-    def _resolve(self, step: OpenStep) -> tuple[list[int], list[int]]:
-        """The ranges as integers for `pack_sample`, and the exclusive time per hooked category."""
-        elapsed = self._device.elapsed_ns
-        detail_index = self._ring.detail_index
-        fields: list[int] = []
+    def _resolve(self, step: OpenStep) -> tuple[list[Sequence[int]], list[int], Sequence[int]]:
+        """The ranges as columns for `pack_sample`, the exclusive time per hooked category, and the ranges' hooks.
+
+        Column by column, since this runs on the engine's thread between two steps.
+        """
+        ranges = step.ranges
         exclusive = [0] * len(HOOKED_CATEGORIES)
-        for r in step.ranges:
-            duration = elapsed(r.start, r.end)
-            exclusive[r.code] += duration
-            parent = r.parent
-            if parent is not None and parent.stream == r.stream:
-                exclusive[parent.code] -= duration
-            fields += (
-                elapsed(step.start, r.start),
-                duration,
-                r.nbytes,
-                r.layer,
-                NO_PARENT if parent is None else parent.index,
-                r.code,
-                min(r.stream, MAX_STREAM),
-                detail_index(r.detail),
+        if not ranges:
+            return [()] * RANGE_COLUMNS, exclusive, ()
+        columns = zip(*ranges, strict=True)
+        codes, hooks, _, parents, details, nbytes, layers, streams, _, start_marks, end_marks = columns
+        starts = self.device.offsets_ns(step.start, start_marks)
+        ends = self.device.offsets_ns(step.start, end_marks)
+        durations = list(map(sub, ends, starts))
+        for code, duration in zip(codes, durations, strict=True):
+            exclusive[code] += duration
+        parent_indices = [NO_PARENT] * len(ranges)
+        if any(parents):
+            for index, parent in enumerate(parents):
+                if parent is not None:
+                    parent_indices[index] = parent[INDEX]
+                    if parent[STREAM] == streams[index]:
+                        exclusive[parent[CODE]] -= durations[index]
+        detail_indices = {detail: self._ring.detail_index(detail) for detail in set(details)}
+        detail_column = [detail_indices[detail] for detail in details]
+        return [starts, durations, nbytes, layers, parent_indices, detail_column, streams, codes], exclusive, hooks
+
+    def _count_all_reduces(self, ranges: list[OpenRange], columns: Sequence[Sequence[int]]) -> None:
+        """Add a sample's all-reduces to the totals, path by path (most steps know one)."""
+        _, durations, nbytes, _, _, details, _, codes = columns
+        mine = [index for index, code in enumerate(codes) if code == _ALL_REDUCE]
+        of_path: dict[int, list[int]] = {}
+        if len({details[index] for index in mine}) == 1:
+            of_path[details[mine[0]]] = mine
+        else:
+            for index in mine:
+                of_path.setdefault(details[index], []).append(index)
+        for indices in of_path.values():
+            self._ring.totals.add_all_reduces(
+                _PATH_CODE.get(ranges[indices[0]][DETAIL], _OTHER_PATH),
+                [durations[index] for index in indices],
+                [nbytes[index] for index in indices],
             )
-        return fields, exclusive
 
     def _lose(self, reason: LostReason, error: Exception | None = None) -> None:
         self._ring.totals.add_lost(_LOST_CODE[reason])
         if error is not None:
-            self._on_error(None, error)
+            self.on_error(None, error)
