@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm_k25_instrument.model import HOOKED_CATEGORIES, NO_LAYER, Category, Phase
-from vllm_k25_instrument.palette import COLORS, STEP_COLOR
+from vllm_k25_instrument.palette import CATEGORY_COLORS, STEP_COLOR
 
 DOMAIN: Final = "vllm_k25"
 
@@ -88,7 +88,7 @@ class Markers:
         room = len(self._attributes) < MAX_NAMES
         attributes = self._domain.get_event_attributes(
             message=range_name(category, detail, nbytes if room else 0, layer),
-            color=_argb(COLORS[category]),
+            color=_argb(CATEGORY_COLORS[category]),
             category=self._categories[category],
             payload=nbytes,
         )

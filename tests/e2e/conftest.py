@@ -142,8 +142,10 @@ def nvtx_logger(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs a C compiler and the NVTX headers (pip package nvidia-nvtx)")
     library = tmp_path_factory.mktemp("nvtx") / "libnvtxlog.so"
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", f"-I{headers[0].parent.parent}", str(DATA / "nvtx_log_injection.c")]
-        + ["-o", str(library), "-lpthread"],
+        [
+            *(compiler, "-shared", "-fPIC", "-O1", f"-I{headers[0].parent.parent}"),
+            *(str(DATA / "nvtx_log_injection.c"), "-o", str(library), "-lpthread"),
+        ],
         check=True,
     )
     return library

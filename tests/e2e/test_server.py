@@ -23,6 +23,8 @@ from vllm_k25_instrument.model import Category, GraphMode, Phase, StepSample, ca
 
 pytestmark = pytest.mark.e2e
 
+REPORT = (sys.executable, "-m", "vllm_k25_instrument.cli", "report")
+
 LAYERS, MOE_LAYERS = 4, 3
 ALL_REDUCES = 1 + 2 * LAYERS
 """One after the embedding, two per layer."""
@@ -149,8 +151,7 @@ def test_the_report_shows_both_ranks(served: Running, tmp_path: Path) -> None:
     written = tmp_path / "report.json"
     page = tmp_path / "report.html"
     run = subprocess.run(
-        [sys.executable, "-m", "vllm_k25_instrument.cli", "report", str(served.ring_dir)]
-        + ["--json", str(written), "--html", str(page)],
+        [*REPORT, str(served.ring_dir), "--json", str(written), "--html", str(page)],
         capture_output=True,
         text=True,
         check=False,
@@ -214,8 +215,7 @@ def test_an_nvtx_tool_sees_every_range_balanced_and_by_name(served: Running) -> 
 
 
 def answers(running: Running) -> list[Answer]:
-    alone = [running.client.complete(prompt, max_tokens=32) for prompt in PROMPTS]
-    return alone
+    return [running.client.complete(prompt, max_tokens=32) for prompt in PROMPTS]
 
 
 def test_tokens_and_logprobs_are_bit_identical_off_on_and_with_every_step_sampled(
@@ -262,7 +262,7 @@ def test_killed_workers_leave_readable_rings(launch: Launch) -> None:
             assert ring.corrupted <= 1  # the one that was being written
             assert count(samples[-1], Category.ALL_REDUCE) == ALL_REDUCES
     report = subprocess.run(
-        [sys.executable, "-m", "vllm_k25_instrument.cli", "report", str(running.ring_dir), "--json", "-"],
+        [*REPORT, str(running.ring_dir), "--json", "-"],
         capture_output=True,
         text=True,
         check=False,

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from tests.unit.test_report_rings import open_rank, read, write_server
 from vllm_k25_instrument.model import Category
+from vllm_k25_instrument.palette import CATEGORY_COLORS, category_color
 from vllm_k25_instrument.report.bars import cells_of, segments, ticks
-from vllm_k25_instrument.report.colors import CATEGORY_COLORS, category_color
 from vllm_k25_instrument.report.figures import batch_text, calls, microseconds
 from vllm_k25_instrument.report.html import to_html
 from vllm_k25_instrument.report.markdown import to_markdown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,8 @@ from threading import Lock
 from prometheus_client.core import Metric
 
 from vllm_k25_instrument.export.families import empty_families, join_ranks, rank_families
+from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.ring import RingError, RingReader, ring_paths
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +73,12 @@ class RingCollector:
         try:
             paths = ring_paths(self._locate())
         except FileNotFoundError as error:  # no server has run yet, or its folder has been removed
-            _log.debug("no rings: %s", error)
+            logger.debug("K25: no rings: %s", error)
             return []
         except Exception as error:
             if self._no_rings_because != str(error):
                 self._no_rings_because = str(error)
-                _log.warning("no rings can be found: %s", error)
+                logger.warning("K25: no rings can be found: %s", error)
             return []
         self._no_rings_because = ""
         return paths
@@ -112,4 +110,4 @@ class RingCollector:
         reason = error.reason if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
         if self._complaints.get(path) != reason:
             self._complaints[path] = reason
-            _log.warning("%s: %s; left out of the metrics", path, reason)
+            logger.warning("K25: %s: %s; left out of the metrics", path, reason)

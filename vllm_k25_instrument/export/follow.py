@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from vllm_k25_instrument.instances import Instance, find_rings
-
-_log = logging.getLogger(__name__)
+from vllm_k25_instrument.log import logger
 
 
 class InstanceFollower:
@@ -29,6 +27,6 @@ class InstanceFollower:
             return current
         found = find_rings(self._path)
         if found != current:
-            _log.info("reading %s", found)
+            logger.info("K25: reading %s", found)
             self._current = found
         return found

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 from enum import StrEnum
 from pathlib import Path
 
+from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.settings import Metrics, Settings
-
-_log = logging.getLogger(__name__)
 
 _MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -46,12 +44,12 @@ def register_in_vllm(settings: Settings, instance_path: Path) -> Registration:
         try:
             REGISTRY.register(collector)
         except ValueError as error:  # DuplicateTimeseries, where the client has it
-            _log.debug("metrics are registered already: %s", error)
+            logger.debug("K25: metrics are registered already: %s", error)
             return Registration.ALREADY
     except Exception:  # a server without our metrics is better than no server
-        _log.warning("cannot register the metrics; the server goes on without them", exc_info=True)
+        logger.warning("K25: cannot register the metrics; the server goes on without them", exc_info=True)
         return Registration.FAILED
-    _log.debug("metrics of %s registered with vLLM's /metrics", instance_path)
+    logger.debug("K25: metrics of %s registered with vLLM's /metrics", instance_path)
     return Registration.REGISTERED
 
 
@@ -67,8 +65,8 @@ def _say_where_the_metrics_are(settings: Settings) -> None:
         return
     _logged_multiprocess = True
     # vLLM then answers /metrics from files that only its own kinds of metric can write.
-    _log.warning(
-        "%s is set (several API servers or a Rust front end): vLLM's /metrics cannot carry the vllm_k25_ metrics. "
+    logger.warning(
+        "K25: %s is set (several API servers or a Rust front end): vLLM's /metrics cannot carry the vllm_k25_ metrics. "
         "Serve them with: %s",
         _MULTIPROCESS_VARIABLE,
         export_command(settings),

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vllm_k25_instrument.model import NS_PER_SECOND
+from vllm_k25_instrument.palette import category_color
 from vllm_k25_instrument.report import figures
 from vllm_k25_instrument.report.bars import bar_length_ns, segments, ticks
 from vllm_k25_instrument.report.caveats import format_ranks
-from vllm_k25_instrument.report.colors import category_color
 from vllm_k25_instrument.report.rings import Report
 from vllm_k25_instrument.report.view import FEW_RANKS, GroupView, group_views
 

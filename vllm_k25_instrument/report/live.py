@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_k25_instrument.model import NS_PER_SECOND, Category
+from vllm_k25_instrument.palette import category_color
 from vllm_k25_instrument.report.bars import cells_of, segments
-from vllm_k25_instrument.report.colors import category_color
 from vllm_k25_instrument.report.figures import ABSENT, calls, microseconds, milliseconds, percent
 from vllm_k25_instrument.report.follow import ServerState, Snapshot
 from vllm_k25_instrument.report.table import caveat_lines, subject_header

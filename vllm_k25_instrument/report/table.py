@@ -10,9 +10,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from vllm_k25_instrument.palette import category_color
 from vllm_k25_instrument.report.breakdown import Breakdown
 from vllm_k25_instrument.report.caveats import Caveat
-from vllm_k25_instrument.report.colors import category_color
 from vllm_k25_instrument.report.figures import ABSENT, calls, microseconds, percent
 from vllm_k25_instrument.report.rings import Report
 from vllm_k25_instrument.report.subject import Subject
