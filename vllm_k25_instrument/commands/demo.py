@@ -225,8 +225,12 @@ def _stopped_in_the_end(server: VllmServer, screen: Screen) -> Iterator[_Control
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    handled = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in handled}
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in handled}
+    for number in handled:
+        # One that is ignored stays so: that is what nohup does.
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
     interrupted = False
     try:
         yield control
@@ -235,10 +239,9 @@ def _stopped_in_the_end(server: VllmServer, screen: Screen) -> Iterator[_Control
     finally:
         if not control.keep:
             # A second Ctrl-C must not leave half of it running.
-            for number in (signal.SIGINT, *handled):
+            for number in handled:
                 signal.signal(number, signal.SIG_IGN)
             server.stop()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, handler in before.items():
             signal.signal(number, handler)
     if interrupted:
