@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
+import mmap
 import os
 import platform
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 
 from vllm_k25_instrument import __version__
 from vllm_k25_instrument.hooks.patcher import exists_in, version_matches
 from vllm_k25_instrument.hooks.resolve import installed_vllm, target_exists
 from vllm_k25_instrument.hooks.table import HOOK_TABLE, READ_VLLM, TESTED_VLLM
 from vllm_k25_instrument.instances import ensure_private_directory, list_instances
+from vllm_k25_instrument.liveness import hold, is_held
 from vllm_k25_instrument.ring import RingLayout
-from vllm_k25_instrument.settings import Settings, SettingsError, load_settings
+from vllm_k25_instrument.settings import Settings, SettingsError, load_settings, unknown_variables
 
 _LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "ext4", "xfs", "btrfs", "overlay", "zfs", "ext3", "ext2", "f2fs"}
 
@@ -51,11 +54,13 @@ def examine() -> list[Finding]:
     except SettingsError as error:
         return [
             Finding("settings", Verdict.FAILURE, str(error), "correct or unset the variable"),
+            *_run(_unknown_variables),
             *_run(_versions),
             *_run(_hooks),
         ]
     checks: list[Callable[[], Iterator[Finding]]] = [
         lambda: _switch(settings),
+        _unknown_variables,
         _versions,
         _plugin_entry,
         _hooks,
@@ -81,6 +86,16 @@ def _switch(settings: Settings) -> Iterator[Finding]:
     else:
         yield Finding(
             "settings", Verdict.NOTE, "K25_INSTRUMENT is not 1: servers started from here are not instrumented"
+        )
+
+
+def _unknown_variables() -> Iterator[Finding]:
+    for name, meant in unknown_variables(os.environ).items():
+        yield Finding(
+            "settings",
+            Verdict.WARNING,
+            f"{name} is not a setting and is ignored",
+            f"did you mean {meant}?" if meant else "see the README's table of settings",
         )
 
 
@@ -187,17 +202,19 @@ def _nvtx() -> Iterator[Finding]:
 
 def _ring_directory(settings: Settings) -> Iterator[Finding]:
     directory = settings.ring_dir
-    probe = directory
-    while not probe.exists() and probe != probe.parent:
-        probe = probe.parent
     try:
-        if directory.exists():
+        probe = directory
+        while not os.path.lexists(probe) and probe != probe.parent:
+            probe = probe.parent
+        if probe == directory:
             ensure_private_directory(directory)
-        if not os.access(probe, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "not writable", str(probe))
+        _try_a_ring_in(probe)
     except OSError as error:
         yield Finding(
-            "rings", Verdict.FAILURE, f"{directory}: {error.strerror}", "set K25_RING_DIR to a directory of yours"
+            "rings",
+            Verdict.FAILURE,
+            f"{directory}: {error.strerror or error}",
+            "set K25_RING_DIR to a directory of yours on a local tmpfs",
         )
         return
     need = RingLayout.plan(settings.ring_samples, settings.ring_bytes).file_bytes
@@ -219,6 +236,23 @@ def _ring_directory(settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("rings", Verdict.OK, f"{directory} ({kind}): room for {free // need} ranks of {need >> 20} MiB")
+
+
+def _try_a_ring_in(directory: Path) -> None:
+    """Do once what rings need: a private folder, and a file in it that can be mapped, renamed and held.
+
+    Raises OSError where one of them cannot be done.
+    """
+    with tempfile.TemporaryDirectory(prefix=".k25-doctor-", dir=directory) as folder:
+        path = Path(folder, "probe")
+        with path.open("x+b") as file:
+            os.posix_fallocate(file.fileno(), 0, mmap.PAGESIZE)
+            with mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
+                mapped[0] = 1
+            path = path.rename(path.with_suffix(".ring"))
+            hold(file.fileno())
+            if not is_held(path):
+                raise OSError("its file system forgets locks: ended servers cannot be told from running ones")
 
 
 def _file_system(path: str) -> str:

@@ -8,7 +8,10 @@ ones: those are the flight recorders of a server that crashed and was restarted.
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -18,10 +21,12 @@ from pathlib import Path
 from typing import Final
 
 from vllm_k25_instrument.liveness import hold, is_held
-from vllm_k25_instrument.ring import ring_paths
+from vllm_k25_instrument.ring import RING_SUFFIX, ring_paths
 
 INSTANCE_VARIABLE: Final = "K25_INSTANCE"
 _OWNER_FILE: Final = "instance.lock"
+_NAME: Final = re.compile(r"\d{8}T\d{6}(-\d+)+")
+_ABANDONED_S: Final = 3600
 
 
 def default_ring_directory() -> Path:
@@ -43,20 +48,30 @@ class Instance:
 
     @property
     def alive(self) -> bool:
-        """Whether any process of the server lives."""
-        return is_held(self.path / _OWNER_FILE) or any(is_held(ring) for ring in ring_paths(self.path))
+        """Whether any process of the server lives; True where that cannot be told, so that nothing is taken away."""
+        try:
+            return is_held(self.path / _OWNER_FILE) or any(is_held(ring) for ring in ring_paths(self.path))
+        except OSError:
+            return True
 
     @property
     def modified(self) -> float:
-        """When the instance last changed (Unix seconds): its newest ring, else the folder itself."""
-        times = [ring.stat().st_mtime for ring in ring_paths(self.path)]
-        return max(times, default=self.path.stat().st_mtime)
+        """When the instance last changed (Unix seconds): its newest ring, else the folder itself; 0 if it is gone."""
+        return max(map(_modified, ring_paths(self.path)), default=0.0) or _modified(self.path)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed just now, or a link to nowhere
+        return 0.0
 
 
 def ensure_private_directory(path: Path) -> None:
-    """Make `path` with mode 0700, or check that it is ours and no link.
+    """Make `path` with mode 0700, or check that it is ours and no link, and give it that mode.
 
-    Raises OSError: a folder of somebody else in a world-writable place is not one to write into.
+    Raises OSError: a folder of somebody else in a world-writable place is not one to write into, and one that is open
+    to others and holds their things too (``/tmp``, a home) is not one to close to them.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
@@ -65,11 +80,33 @@ def ensure_private_directory(path: Path) -> None:
     if status.st_uid != os.getuid():
         raise PermissionError(1, f"belongs to user {status.st_uid}, not to {os.getuid()}", str(path))
     if status.st_mode & 0o077:
+        _check_that_nobody_else_needs_it(path, stat.S_IMODE(status.st_mode))
         path.chmod(0o700)
+
+
+def _check_that_nobody_else_needs_it(path: Path, mode: int) -> None:
+    strangers = (entry.name for entry in path.iterdir() if not _is_made_by_us(entry))
+    what = "is there for everybody" if mode & stat.S_ISVTX else next((f"holds {name}" for name in strangers), "")
+    if what:
+        raise PermissionError(
+            errno.EPERM, f"has mode {mode:04o} and {what}: give the rings a folder of their own in it", str(path)
+        )
+
+
+def _is_made_by_us(path: Path) -> bool:
+    return path.name == _OWNER_FILE or path.suffix in (RING_SUFFIX, ".partial") or _is_instance(path)
+
+
+def _is_instance(path: Path) -> bool:
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return bool(_NAME.fullmatch(path.name) or ring_paths(path)) or (path / _OWNER_FILE).exists()
 
 
 def open_instance(directory: Path, name: str) -> Instance:
     """The folder of the instance `name`, made where it is not there yet. Raises OSError."""
+    if name in ("", "..") or Path(name).name != name:
+        raise OSError(errno.EINVAL, f"{INSTANCE_VARIABLE} must be the name of a folder", name)
     ensure_private_directory(directory)
     path = directory / name
     ensure_private_directory(path)
@@ -84,31 +121,76 @@ def create_instance(directory: Path, keep: int) -> tuple[Instance, int]:
     """
     ensure_private_directory(directory)
     remove_dead_instances(directory, keep)
-    name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
-    instance = open_instance(directory, name)
-    fd = os.open(instance.path / _OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    hold(fd)
-    return instance, fd
+    path = _make_folder(directory)
+    try:
+        return Instance(path), _hold_new_file(path / _OWNER_FILE)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _make_folder(directory: Path) -> Path:
+    """A folder that was not there before: containers that share a directory may share process ids too."""
+    now = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    for attempt in itertools.count(1):
+        path = directory / f"{now}{f'-{attempt}' if attempt > 1 else ''}-{os.getpid()}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            break
+    return path
+
+
+def _hold_new_file(path: Path) -> int:
+    """Make a file that has been held ever since it appeared, so that nobody takes the instance for a dead one."""
+    partial = path.with_suffix(".partial")
+    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        hold(fd)
+        partial.rename(path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def list_instances(directory: Path) -> list[Instance]:
     """The instances below `directory`, most recent first."""
-    with contextlib.suppress(OSError):
-        found = [
-            Instance(p) for p in directory.iterdir() if p.is_dir() and (ring_paths(p) or (p / _OWNER_FILE).exists())
-        ]
-        return sorted(found, key=lambda instance: (instance.modified, instance.name), reverse=True)
-    return []
+    found = [Instance(p) for p in _folders(directory) if ring_paths(p) or (p / _OWNER_FILE).exists()]
+    return sorted(found, key=lambda instance: (instance.modified, instance.name), reverse=True)
+
+
+def _folders(directory: Path) -> list[Path]:
+    try:
+        return [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []
 
 
 def remove_dead_instances(directory: Path, keep: int) -> list[str]:
-    """Remove the folders of dead instances but for the `keep` most recent; returns the names removed."""
-    dead = [instance for instance in list_instances(directory) if not instance.alive]
+    """Remove the folders of dead instances but for the `keep` most recent; returns the names removed.
+
+    Folders with names that we do not give (rings that somebody has put aside) are left alone.
+    """
+    dead = [instance for instance in list_instances(directory) if _NAME.fullmatch(instance.name) and not instance.alive]
     removed = []
-    for instance in dead[keep:]:
-        shutil.rmtree(instance.path, ignore_errors=True)
-        removed.append(instance.name)
+    for path in [*(instance.path for instance in dead[keep:]), *_abandoned(directory)]:
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            removed.append(path.name)
     return removed
+
+
+def _abandoned(directory: Path) -> list[Path]:
+    """Folders of servers that ended before they had made anything in them, and a while ago."""
+    long_ago = time.time() - _ABANDONED_S
+    return [
+        path
+        for path in _folders(directory)
+        if _NAME.fullmatch(path.name)
+        and _modified(path) < long_ago
+        and not ring_paths(path)
+        and not (path / _OWNER_FILE).exists()
+    ]
 
 
 def find_rings(path: Path) -> Path:

@@ -7,13 +7,18 @@ share a tmpfs but not a pid namespace. Asking takes no lock, so readers never di
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import struct
 from pathlib import Path
 
 # struct flock: l_type, l_whence, l_start, l_len (0 = whole file), l_pid (must be 0 for OFD locks)
 _FLOCK = struct.Struct("hhqqi4x")
+
+# A link to itself and a socket are no files that anybody could hold.
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 
 
 def hold(fd: int) -> None:
@@ -22,12 +27,19 @@ def hold(fd: int) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process holds the file; False where it does not exist."""
+    """Whether a living process holds the file; False where there is no such file.
+
+    Raises OSError where the file cannot be asked (it belongs to somebody else).
+    """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name must not block us
+    except OSError as error:
+        if error.errno in _NO_SUCH_FILE:
+            return False
+        raise
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return False
         answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
     finally:
         os.close(fd)

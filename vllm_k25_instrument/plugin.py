@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 _SWITCH: Final = "K25_INSTRUMENT"
 _RAY_PREFIXES: Final = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 _WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
+_MARK: Final = "__k25_watched__"
 
 
-class _Process:
-    """What has been started in this process. One per process: plugins are loaded more than once."""
+if "_Process" not in globals():  # what has been started stays known when the module is reloaded
 
-    registered = False
-    instance_fd: int | None = None
-    worker: WorkerInstrument | None = None
+    class _Process:
+        """What has been started in this process. One per process: plugins are loaded more than once."""
+
+        registered = False
+        instance_fd: int | None = None
+        worker: WorkerInstrument | None = None
 
 
 def register() -> None:
@@ -49,15 +52,50 @@ def _register() -> None:
         settings = load_settings()
     except SettingsError as error:
         logger.error("K25: not instrumenting: %s", error)
+        _turn_off_in_children()
         return
     if not settings.instrument:
         return
+    _warn_of_unknown_variables()
     if not _ensure_instance(settings):
+        _turn_off_in_children()
         return
     _copy_to_ray_workers()
     _when_a_worker_is_constructed(settings)
     if _is_front_end():
         _start_metrics(settings)
+
+
+def _turn_off_in_children() -> None:
+    """What is wrong here is wrong for the whole server: said once, not by every worker."""
+    os.environ[_SWITCH] = "0"
+
+
+def _warn_of_unknown_variables() -> None:
+    from vllm_k25_instrument.settings import unknown_variables
+
+    if _inherits_instance():
+        return
+    for name, meant in unknown_variables(os.environ).items():
+        logger.warning("K25: %s is not a setting and is ignored%s", name, f"; did you mean {meant}?" if meant else "")
+
+
+def _inherits_instance() -> bool:
+    """Whether this process belongs to a server whose first process has made the instance.
+
+    A main process starts a server of its own, even where it was started from inside another one's environment; a
+    Ray worker is a main process too, but one that was handed an instance. A name with our own pid is our own: the
+    module was loaded a second time.
+    """
+    from vllm_k25_instrument.instances import INSTANCE_VARIABLE
+
+    name = os.environ.get(INSTANCE_VARIABLE, "")
+    started_by_a_server = multiprocessing.parent_process() is not None or _is_ray_worker()
+    return bool(name) and (started_by_a_server or name.endswith(f"-{os.getpid()}"))
+
+
+def _is_ray_worker() -> bool:
+    return "RAY_JOB_ID" in os.environ
 
 
 def _is_front_end() -> bool:
@@ -69,12 +107,7 @@ def _ensure_instance(settings: Settings) -> bool:
     """The instance that this process belongs to: its parent's, or a new one. False where there can be none."""
     from vllm_k25_instrument.instances import INSTANCE_VARIABLE, create_instance
 
-    # A main process starts a server of its own, even where it was started from inside another one's environment; a
-    # Ray worker is a main process too, but one that was handed an instance. A name with our own pid is our own: the
-    # module was loaded a second time.
-    inherits = multiprocessing.parent_process() is not None or "RAY_JOB_ID" in os.environ
-    instance_name = os.environ.get(INSTANCE_VARIABLE, "")
-    if instance_name and (inherits or instance_name.endswith(f"-{os.getpid()}")):
+    if _inherits_instance():
         return True
     try:
         created, _Process.instance_fd = create_instance(settings.ring_dir, settings.ring_keep)
@@ -82,7 +115,7 @@ def _ensure_instance(settings: Settings) -> bool:
         logger.error(
             "K25: not instrumenting: cannot use K25_RING_DIR=%s (%s); set it to a writable directory on a local tmpfs",
             settings.ring_dir,
-            error,
+            error.strerror or error,
         )
         return False
     os.environ[INSTANCE_VARIABLE] = created.name
@@ -91,7 +124,7 @@ def _ensure_instance(settings: Settings) -> bool:
 
 def _copy_to_ray_workers() -> None:
     """Ray hands only known prefixes of environment variables to vLLM's workers; ours must be one."""
-    prefixes = [p for p in os.environ.get(_RAY_PREFIXES, "").split(",") if p]
+    prefixes = [p.strip() for p in os.environ.get(_RAY_PREFIXES, "").split(",") if p.strip()]
     if "K25_" not in prefixes:
         os.environ[_RAY_PREFIXES] = ",".join([*prefixes, "K25_"])
 
@@ -112,12 +145,15 @@ def _watch_worker_class(worker_class: Any, settings: Settings) -> None:
     import functools
 
     constructor = worker_class.__init__
+    if hasattr(constructor, _MARK):
+        return
 
     @functools.wraps(constructor)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         constructor(self, *args, **kwargs)
         start_worker(settings, self)
 
+    setattr(construct, _MARK, True)
     worker_class.__init__ = construct
 
 
@@ -126,9 +162,11 @@ def start_worker(settings: Settings, worker: Any) -> None:
     if _Process.worker is not None:
         return
     try:
-        from vllm_k25_instrument.instances import INSTANCE_VARIABLE
+        from vllm_k25_instrument.instances import INSTANCE_VARIABLE, remove_dead_instances
         from vllm_k25_instrument.worker import WorkerInstrument
 
+        if _is_ray_worker():  # perhaps on a machine where no front end clears up
+            remove_dead_instances(settings.ring_dir, settings.ring_keep)
         instrument = WorkerInstrument(settings, os.environ[INSTANCE_VARIABLE], worker)
         _Process.worker = instrument
         instrument.start()

@@ -419,6 +419,8 @@ def _parse_metadata(document: bytes) -> tuple[RankIdentity, list[str]]:
     numbers = [*asdict(identity.coordinates).values(), identity.pid, identity.sample_every, identity.started_unix_ns]
     words = [identity.instance, identity.model, identity.vllm_version, identity.plugin_version, identity.runner]
     details = parsed["details"]
+    if not isinstance(details, list) or not isinstance(identity.hooks, dict):
+        raise TypeError("tables of another type")
     if not all(type(number) is int for number in numbers) or not all(isinstance(word, str) for word in words):
         raise TypeError("fields of another type")
     if not all(isinstance(word, str) for table in (identity.hooks.items(), [details]) for row in table for word in row):

@@ -5,6 +5,8 @@ The README's table of settings is generated from this class (``python -m vllm_k2
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -12,11 +14,13 @@ from typing import Annotated, Any, Final
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from vllm_k25_instrument.instances import default_ring_directory
+from vllm_k25_instrument.instances import INSTANCE_VARIABLE, default_ring_directory
 from vllm_k25_instrument.model import HOOKED_CATEGORIES, Category
 from vllm_k25_instrument.ring import DEFAULT_BYTES, DEFAULT_SAMPLES, MIN_SLOTS
 
 PREFIX: Final = "K25_"
+_DEMO_PREFIX: Final = "K25_DEMO_"
+_MAX_SHOWN: Final = 80
 
 
 class SettingsError(Exception):
@@ -31,9 +35,9 @@ class Metrics(StrEnum):
 
 
 class Settings(BaseSettings):
-    """Settings of the plugin and of the tools around it."""
+    """Settings of the plugin and of the tools around it. A variable that is set to nothing counts as not set."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True, env_ignore_empty=True)
 
     instrument: bool = Field(False, description="Turn the plugin on. Off, it patches nothing.")
     ring_dir: Path = Field(
@@ -71,18 +75,26 @@ class Settings(BaseSettings):
     export_host: str = Field("127.0.0.1", description="Address that `vllm-k25 export` listens on.")
     export_port: int = Field(9425, ge=0, le=65_535, description="Port that `vllm-k25 export` listens on; 0 picks one.")
 
+    @field_validator("ring_dir")
+    @classmethod
+    def _make_absolute(cls, value: Path) -> Path:
+        """Processes of one server need not share a working directory."""
+        try:
+            return value.expanduser().absolute()
+        except (RuntimeError, OSError) as error:  # ~somebody, or relative to a folder that is gone
+            raise ValueError(f"must be the path of a directory ({error})") from None
+
     @field_validator("categories", mode="before")
     @classmethod
     def _split_categories(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        if value.strip() == "all":
-            return frozenset(HOOKED_CATEGORIES)
-        names = [name.strip() for name in value.split(",") if name.strip()]
-        unknown = [name for name in names if name not in set(HOOKED_CATEGORIES)]
-        if unknown:
-            raise ValueError(f"unknown {', '.join(unknown)}; allowed: all, {', '.join(HOOKED_CATEGORIES)}")
-        return frozenset(Category(name) for name in names)
+        names = {name.strip() for name in value.split(",") if name.strip()}
+        unknown = sorted(names.difference(HOOKED_CATEGORIES, ("all",)))
+        if unknown or not names:
+            wrong = f"unknown {', '.join(unknown)}" if unknown else "none named"
+            raise ValueError(f"{wrong}; allowed: all, {', '.join(HOOKED_CATEGORIES)}")
+        return frozenset(HOOKED_CATEGORIES if "all" in names else map(Category, names))
 
 
 def load_settings(**overrides: Any) -> Settings:
@@ -93,10 +105,43 @@ def load_settings(**overrides: Any) -> Settings:
         raise SettingsError("; ".join(_describe(detail) for detail in error.errors()[:3])) from None
 
 
+def unknown_variables(environ: Iterable[str]) -> dict[str, str | None]:
+    """Variables with our prefix that nothing reads, each with the setting that it may have been meant to be."""
+    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+    unknown = sorted(
+        name
+        for name in environ
+        if name.startswith(PREFIX)
+        and name.upper() not in known
+        and name != INSTANCE_VARIABLE
+        and not name.startswith(_DEMO_PREFIX)
+    )
+    return {name: next(iter(difflib.get_close_matches(name.upper(), sorted(known), n=1)), None) for name in unknown}
+
+
 def _describe(detail: Any) -> str:
+    """One line of what is wrong: variable, value, what is allowed."""
     name = str(detail["loc"][0]) if detail["loc"] else ""
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    return f"{PREFIX}{name.upper()}={detail['input']!r}: {message[:1].lower()}{message[1:]}"
+    value = repr(detail["input"])
+    shown = value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}…"
+    wrong = str(detail["msg"]).removeprefix("Value error, ")
+    return f"{PREFIX}{name.upper()}={shown}: {_allowed(name) or wrong}"
+
+
+def _allowed(name: str) -> str:
+    """What the setting may be, "" where its own check says so."""
+    field = Settings.model_fields.get(name)
+    if field is None:
+        return ""
+    kind = field.annotation
+    if kind is bool:
+        return "must be 1 or 0 (or true, false, yes, no, on, off)"
+    if kind is int:
+        bounds = {type(bound).__name__: bound for bound in field.metadata}
+        return f"must be a whole number from {bounds['Ge'].ge} to {bounds['Le'].le}"
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return f"must be one of: {', '.join(kind)}"
+    return ""
 
 
 def settings_table() -> str:
