@@ -66,7 +66,7 @@ def demo(
         typer.Option(
             "--json",
             metavar="FILE",
-            help="Write the breakdown as JSON; - for standard output.  [default: report.json in DIR]",
+            help="Write the breakdown as JSON; - for standard output. Default: report.json in --out.",
             show_default=False,
         ),
     ] = None,
@@ -75,7 +75,7 @@ def demo(
         typer.Option(
             "--html",
             metavar="FILE",
-            help="Write the breakdown as a page.  [default: report.html in DIR]",
+            help="Write the breakdown as a page. Default: report.html in --out.",
             show_default=False,
         ),
     ] = None,
@@ -87,7 +87,7 @@ def demo(
 ) -> None:
     """Serve a tiny Kimi-K2.5 INT4 with two instrumented workers, load it, and show where its decode steps' time goes.
 
-    Needs vLLM's CPU build and two cores, no GPU; takes about two minutes. The K25_* variables of the environment apply.
+    Needs vLLM's CPU build and two cores, no GPU; takes a minute or two. The K25_* variables of the environment apply.
 
     Exit codes: 0 every request was answered and both ranks were measured; 1 something failed; 2 it cannot run here.
     """
