@@ -54,9 +54,7 @@ class Architecture(StrEnum):
 def demo(
     arch: Annotated[
         Architecture,
-        typer.Option(
-            help="k25: KimiK25ForConditionalGeneration; text: its language model alone (DeepseekV3ForCausalLM)."
-        ),
+        typer.Option(help="k25: the whole model, with its vision tower; text: its language model alone."),
     ] = Architecture.K25,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where the model, the rings, the log and the results go.")
@@ -103,7 +101,8 @@ def demo(
         control.keep = keep
     report = marks.read()
     screen.show(report)
-    screen.say(f"The first {marks.skipped} sampled steps, of the warm-up, are left out.")
+    if marks.skipped:
+        screen.say(f"The first {marks.skipped} sampled steps, of the warm-up, are left out.")
     _write(screen, report, json_file or out / "report.json", html or out / "report.html")
     if marks.instance is not None:
         rings = _shortest(marks.instance.path)
