@@ -94,7 +94,7 @@ class Activities:
     `name` indexes `Capture.names`. `launch` indexes `Capture.launches` (-1: launched outside the capture, or
     unknown); many rows share the launch of one graph. `annotation` indexes `Capture.annotations`: the innermost named
     range (NVTX at capture time, graph-node annotation, or the CPU operator's record) that the work belongs to, where
-    there is one (-1 else). `bytes` is what a copy or fill moved. `stream` is the id of the stream, unique in the capture.
+    there is one (-1 else). `bytes` is what a copy or fill moved. `stream` is unique within the capture.
     """
 
     start_ns: Int64
@@ -145,8 +145,8 @@ class Annotations:
 class Capture:
     """The GPU work of one rank (one process on one device) as one file tells it.
 
-    `rank` is the global rank (``NO_RANK``: the file does not say); `world_size` 0 means the same. `device` is the index of
-    the GPU. `clock_base_ns` added to a time gives Unix time; None means that the capture cannot be lined up with
+    `rank` is the global rank (``NO_RANK``: the file does not say); `world_size` 0 means the same. `device` is the
+    GPU's index. `clock_base_ns` added to a time gives Unix time; None means that the capture cannot be lined up with
     others. `complete` is False for a truncated file.
     """
 
