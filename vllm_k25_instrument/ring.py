@@ -367,7 +367,16 @@ class RingReader:
     def totals(self) -> Totals:
         """A snapshot of the cumulative counters. Raises RingError where the file has been truncated."""
         self._check_not_truncated()
-        return Totals(self._map[_TOTALS_OFFSET : _TOTALS_OFFSET + TOTALS_BYTES])
+        data = self._copy_totals()
+        for _ in range(10):  # who is interrupted while copying may miss many steps in some counters and not in others
+            again = self._copy_totals()
+            if again == data:
+                break
+            data = again
+        return Totals(data)
+
+    def _copy_totals(self) -> bytes:
+        return self._map[_TOTALS_OFFSET : _TOTALS_OFFSET + TOTALS_BYTES]
 
     def samples(self, since: int = 0) -> Iterator[StepSample]:
         """The samples still in the ring, oldest first, from the `since`-th written (0 is the first).
