@@ -55,6 +55,7 @@ class NoteCode(StrEnum):
     LAUNCHES_WITHOUT_KERNELS = "launches_without_kernels"
     GRAPH_LEVEL_TRACE = "graph_level_trace"
     NO_STEPS = "no_steps"
+    STEPS_INFERRED = "steps_inferred"
     STEPS_CUT_OFF = "steps_cut_off"
     NO_NVTX = "no_nvtx"
     OPEN_RANGES = "open_ranges"
