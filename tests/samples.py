@@ -56,6 +56,8 @@ def pack(sample: StepSample, details: Sequence[str] = DETAILS) -> bytes:
         graph_code=GRAPH_MODES.index(sample.graph_mode),
         start_unix_ns=sample.start_unix_ns,
         duration_ns=sample.duration_ns,
+        host_ns=sample.host_ns,
+        gap_ns=sample.gap_ns,
         overhead_ns=sample.overhead_ns,
         complete=sample.complete,
         **columns,
@@ -97,6 +99,8 @@ def random_sample(rng: random.Random, ranges: int = 40) -> StepSample:
         start_unix_ns=rng.randrange(1 << 64),
         duration_ns=duration,
         ranges=tuple(made),
+        host_ns=rng.randrange(1 << 64),
+        gap_ns=rng.randrange(-(1 << 63), 1 << 63),
         overhead_ns=rng.randrange(1 << 64),
         complete=rng.random() < 0.5,
     )
@@ -125,6 +129,8 @@ def derived_sample(step: int) -> StepSample:
             )
             for n in range(count)
         ),
+        host_ns=step * 17,
+        gap_ns=step * 19,
         overhead_ns=step * 13,
         complete=step % 2 == 0,
     )

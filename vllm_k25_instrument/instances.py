@@ -187,7 +187,7 @@ def _abandoned(directory: Path) -> list[Path]:
         path
         for path in _folders(directory)
         if _NAME.fullmatch(path.name)
-        and _modified(path) < long_ago
+        and 0 < _modified(path) < long_ago
         and not ring_paths(path)
         and not (path / _OWNER_FILE).exists()
     ]
@@ -201,7 +201,7 @@ def find_rings(path: Path) -> Path:
     """
     if not path.exists():
         raise FileNotFoundError(2, "no such file or directory", str(path))
-    if path.is_file() or list(path.glob("*.ring")):
+    if path.is_file() or ring_paths(path):
         return path
     instances = [instance for instance in list_instances(path) if ring_paths(instance.path)]
     if not instances:

@@ -32,7 +32,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Final
 
@@ -425,16 +425,22 @@ def _parse_metadata(document: bytes) -> tuple[RankIdentity, list[str]]:
     identity = RankIdentity(
         **{**parsed["identity"], "coordinates": RankCoordinates(**parsed["identity"]["coordinates"])}
     )
-    numbers = [*asdict(identity.coordinates).values(), identity.pid, identity.sample_every, identity.started_unix_ns]
-    words = [identity.instance, identity.model, identity.vllm_version, identity.plugin_version, identity.runner]
     details = parsed["details"]
     if not isinstance(details, list) or not isinstance(identity.hooks, dict):
         raise TypeError("tables of another type")
-    if not all(type(number) is int for number in numbers) or not all(isinstance(word, str) for word in words):
-        raise TypeError("fields of another type")
+    for record in (identity, identity.coordinates):
+        for name, kind in _plain_fields(type(record)):
+            if type(getattr(record, name)) is not kind:
+                raise TypeError(f"{name} of another type")
     if not all(isinstance(word, str) for table in (identity.hooks.items(), [details]) for row in table for word in row):
         raise TypeError("tables of another type")
     return identity, details
+
+
+def _plain_fields(record: type[RankIdentity | RankCoordinates]) -> Iterator[tuple[str, type]]:
+    for field in fields(record):
+        if field.type in ("int", "str"):
+            yield field.name, int if field.type == "int" else str
 
 
 def _map_file(path: Path) -> tuple[mmap.mmap, int]:
@@ -460,10 +466,14 @@ def ring_file_name(global_rank: int) -> str:
 
 
 def ring_paths(path: Path) -> list[Path]:
-    """The ring files at `path`: the file itself, or those of an instance's folder, sorted."""
+    """The ring files at `path`: the file itself, or those of an instance's folder, sorted; none where it is gone."""
     if path.is_file():
         return [path]
-    return sorted(path.glob(f"*{RING_SUFFIX}"))
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return []
+    return sorted(path / name for name in names if name.endswith(RING_SUFFIX))
 
 
 def open_rings(path: Path) -> tuple[list[RingReader], list[RingError]]:

@@ -63,11 +63,16 @@ def table():
 
 def everything_read(totals):
     """Every figure that a snapshot offers, by name."""
-    figures = {"overhead": totals.overhead_ns}
+    figures = {
+        "overhead": totals.overhead_ns,
+        "twin bytes": totals.twin_bytes,
+        "twin capture": totals.twin_capture_ns,
+    }
     for p in range(len(PHASES)):
         figures["steps", p] = totals.steps(p)
         figures["sampled", p] = totals.sampled(p)
         figures["step_duration", p] = totals.step_duration(p)
+        figures["step_host", p] = totals.step_host(p)
         for c in range(CATEGORIES):
             figures["category", p, c] = totals.category(p, c)
     for path in range(len(ALL_REDUCE_PATHS)):
@@ -84,7 +89,14 @@ def everything_read(totals):
 
 
 ADDITIONS = [
-    *((f"step of phase {p}", lambda w, p=p: w.add_step(p, 3), {("steps", p), ("step_duration", p)}) for p in range(3)),
+    *(
+        (
+            f"step of phase {p}",
+            lambda w, p=p: w.add_step(p, 3, 4),
+            {("steps", p), ("step_duration", p), ("step_host", p)},
+        )
+        for p in range(len(PHASES))
+    ),
     *(
         (f"path {path}", lambda w, path=path: w.add_all_reduces(path, [5], [0]), {("all_reduce", path)})
         for path in range(len(ALL_REDUCE_PATHS))
@@ -102,6 +114,7 @@ ADDITIONS = [
     *((f"call {h}", lambda w, h=h: w.add_hook_calls(h, 2), {("calls", h)}) for h in range(MAX_HOOKS)),
     *((f"error {h}", lambda w, h=h: w.add_hook_error(h), {("errors", h)}) for h in range(MAX_HOOKS)),
     ("overhead", lambda w: w.add_overhead(9), {"overhead"}),
+    ("twins", lambda w: w.add_twins(5, 6), {"twin bytes", "twin capture"}),
     *(
         (
             f"sample of phase {p}, category {c}",
@@ -129,10 +142,11 @@ def test_every_counter_has_a_cell_of_its_own(table):
     for n in range(TOTALS_COUNT):
         cells[n] = n
     totals = table.read
-    shown = Counter([totals.overhead_ns])
+    shown = Counter([totals.overhead_ns, totals.twin_bytes, totals.twin_capture_ns])
     for p in range(len(PHASES)):
         shown.update([totals.steps(p), totals.sampled(p)])
         shown.update([*totals.step_duration(p).counts, totals.step_duration(p).sum_ns])
+        shown.update([*totals.step_host(p).counts, totals.step_host(p).sum_ns])
         for c in range(CATEGORIES):
             shown.update([*totals.category(p, c).counts, totals.category(p, c).sum_ns])
     for path in range(len(ALL_REDUCE_PATHS)):
