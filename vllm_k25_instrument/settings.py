@@ -34,6 +34,14 @@ class Metrics(StrEnum):
     OFF = "off"
 
 
+class GraphTiming(StrEnum):
+    """How CUDA graphs are timed."""
+
+    OFF = "off"
+    INPLACE = "inplace"
+    TWIN = "twin"
+
+
 class Settings(BaseSettings):
     """Settings of the plugin and of the tools around it. A variable that is set to nothing counts as not set."""
 
@@ -68,6 +76,17 @@ class Settings(BaseSettings):
         frozenset(HOOKED_CATEGORIES),
         description="Categories to hook, separated by commas, or `all`. What is left out counts as `unattributed`.",
     )
+    graphs: GraphTiming = Field(
+        GraphTiming.TWIN,
+        description="How CUDA graphs are timed. `twin`: a second, instrumented set is replayed in sampled steps, all "
+        "others replay vLLM's own, untouched. `inplace`: vLLM's own carry the events on every replay (for nsys "
+        "sessions). `off`: steps that replay a graph have a duration only.",
+    )
+    graph_sizes: Annotated[frozenset[int] | None, NoDecode] = Field(
+        None,
+        description="Decode graph sizes (tokens) to make twins of, separated by commas, or `all`. Fewer sizes cost "
+        "less memory and start-up time; steps of other sizes have a duration only.",
+    )
     nvtx: bool = Field(True, description="Emit NVTX ranges in sampled steps (nothing happens without a tool attached).")
     metrics: Metrics = Field(
         Metrics.AUTO, description="`auto`: in vLLM's own `/metrics` where that is possible. `off`."
@@ -83,6 +102,21 @@ class Settings(BaseSettings):
             return value.expanduser().absolute()
         except (RuntimeError, OSError) as error:  # ~somebody, or relative to a folder that is gone
             raise ValueError(f"must be the path of a directory ({error})") from None
+
+    @field_validator("graph_sizes", mode="before")
+    @classmethod
+    def _split_sizes(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        if value.strip() == "all":
+            return None
+        try:
+            sizes = frozenset(int(size) for size in value.split(",") if size.strip())
+        except ValueError:
+            sizes = frozenset()
+        if not sizes or min(sizes) < 1:
+            raise ValueError("allowed: all, or positive whole numbers separated by commas")
+        return sizes
 
     @field_validator("categories", mode="before")
     @classmethod
@@ -107,16 +141,17 @@ def load_settings(**overrides: Any) -> Settings:
 
 def unknown_variables(environ: Iterable[str]) -> dict[str, str | None]:
     """Variables with our prefix that nothing reads, each with the setting that it may have been meant to be."""
-    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+    known = [name.upper() for name in Settings.model_fields]
     unknown = sorted(
         name
         for name in environ
         if name.startswith(PREFIX)
-        and name.upper() not in known
+        and name.upper().removeprefix(PREFIX) not in known
         and name != INSTANCE_VARIABLE
         and not name.startswith(_DEMO_PREFIX)
     )
-    return {name: next(iter(difflib.get_close_matches(name.upper(), sorted(known), n=1)), None) for name in unknown}
+    close = {name: difflib.get_close_matches(name.upper().removeprefix(PREFIX), known, n=1) for name in unknown}
+    return {name: PREFIX + meant[0] if meant else None for name, meant in close.items()}
 
 
 def _describe(detail: Any) -> str:
@@ -155,7 +190,7 @@ def settings_table() -> str:
 def _default(name: str, value: object) -> str:
     if name == "ring_dir":
         return "see there"
-    if name == "categories":
+    if name in ("categories", "graph_sizes"):
         return "`all`"
     return f"`{int(value) if isinstance(value, bool) else value}`"
 
