@@ -16,6 +16,7 @@ PREFIX: Final = "vllm_k25_"
 
 FAMILIES: Final[dict[str, tuple[str, frozenset[str]]]] = {
     "vllm_k25_step_duration_seconds": ("histogram", frozenset({"rank", "phase"})),
+    "vllm_k25_step_host_seconds": ("histogram", frozenset({"rank", "phase"})),
     "vllm_k25_step_category_seconds": ("histogram", frozenset({"rank", "phase", "category"})),
     "vllm_k25_batch_step_seconds": ("summary", frozenset({"rank", "phase", "graph_mode", "batch"})),
     "vllm_k25_batch_category_seconds": ("summary", frozenset({"rank", "phase", "graph_mode", "batch", "category"})),
@@ -25,6 +26,8 @@ FAMILIES: Final[dict[str, tuple[str, frozenset[str]]]] = {
     "vllm_k25_steps_sampled_total": ("counter", frozenset({"rank", "phase"})),
     "vllm_k25_samples_lost_total": ("counter", frozenset({"rank", "reason"})),
     "vllm_k25_instrument_overhead_seconds_total": ("counter", frozenset({"rank"})),
+    "vllm_k25_graph_twin_bytes": ("gauge", frozenset({"rank"})),
+    "vllm_k25_graph_twin_capture_seconds": ("gauge", frozenset({"rank"})),
     "vllm_k25_hook_errors_total": ("counter", frozenset({"rank", "hook"})),
     "vllm_k25_hook_attached": ("gauge", frozenset({"rank", "hook"})),
     "vllm_k25_build_info": ("gauge", frozenset({"version", "vllm_version", "model"})),
@@ -45,7 +48,7 @@ CLOSED_LABELS: Final = {
         "custom|pynccl|symm_mem|nccl_symm_mem|quick_reduce|flashinfer|flashinfer_pcie_ipc|aiter|cpu_shm"
         "|torch_distributed|other"
     ),
-    "reason": re.compile("aborted|too_large|error|unread"),
+    "reason": re.compile("aborted|too_large|error|unread|untimed|overwritten"),
     "hook": re.compile("[a-z_]+"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -30,8 +30,14 @@ class TestClock:
         assert all(self.completed(mark) for mark in marks), "read before it had completed"
         return [mark - start for mark in marks]
 
-    def is_capturing(self) -> bool:
-        return False
+    def may_mark(self) -> bool:
+        return True
+
+    def begin(self) -> None:
+        pass
+
+    def release(self, marks: Iterable[int]) -> None:
+        pass
 
     def stream(self) -> int:
         return self.current_stream

@@ -72,6 +72,14 @@ class Markers:
             )
         )
 
+    def push_capture(self, label: str) -> None:
+        """Open the range of a graph's capture: ``capture bs=64 full twin``."""
+        self._domain.push_range(
+            self._domain.get_event_attributes(
+                message=label, color=_argb(STEP_COLOR), category=self._categories["step"], payload=0
+            )
+        )
+
     def push(self, category: Category, detail: str, nbytes: int, layer: int) -> None:
         """Open a range; its payload is its size in bytes."""
         key = (category, detail, nbytes, layer)

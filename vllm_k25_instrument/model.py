@@ -8,7 +8,8 @@ Definitions (used with these meanings everywhere):
 
 * *inclusive*: a range's own duration.
 * *exclusive*: inclusive minus the durations of its child ranges on the same stream.
-* *unattributed*: the step's duration minus the sum of the exclusive times.
+* *exposed*: of the exclusive time, what no range on an earlier stream (0 is the main one) covers.
+* *unattributed*: the step's duration minus the sum of the exposed times. Never negative.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class LostReason(StrEnum):
     ABORTED = "aborted"  # the step itself raised, or was never finished
     TOO_LARGE = "too_large"  # more ranges than a slot of the ring holds
     ERROR = "error"  # our own code failed
-    UNREAD = "unread"  # its timing events had not been read since the last sample
+    UNREAD = "unread"  # the timing events of its graph had not been read since the last sample
+    UNTIMED = "untimed"  # it replayed a CUDA graph that carries no timing events
+    OVERWRITTEN = "overwritten"  # its graph's events were recorded again before they were read
 
 
 PHASES: Final = tuple(Phase)
@@ -172,6 +175,8 @@ class StepSample:
     """One sampled step on one rank.
 
     `step` counts executed model steps and is equal on all ranks of a tensor-parallel group.
+    `duration_ns` is the GPU's time where there is a GPU, from the step's first event to its last; `host_ns` is the time
+    on the host's clock from begin to end, and `gap_ns` the device's time between the step before and this one.
     `overhead_ns` is the time our own code took inside the step, as far as it can time itself.
     """
 
@@ -184,6 +189,8 @@ class StepSample:
     start_unix_ns: int
     duration_ns: int
     ranges: tuple[Range, ...] = ()
+    host_ns: int = 0
+    gap_ns: int = 0
     overhead_ns: int = 0
     complete: bool = True
 
@@ -221,6 +228,8 @@ class RankIdentity:
     runner: str = ""
     sample_every: int = 1
     started_unix_ns: int = 0
+    device: str = "host"
+    """Whose clock the durations are from: ``host``, or ``cuda``."""
     hooks: dict[str, str] = field(default_factory=dict)
     """Hook name -> state, a value of :class:`vllm_k25_instrument.hooks.point.HookState`."""
 
@@ -240,11 +249,46 @@ def exclusive_ns(sample: StepSample) -> list[int]:
     return exclusive
 
 
+def exposed_ns(sample: StepSample) -> list[int]:
+    """Exposed time of each range, in the order of `sample.ranges`: the values add up to the busy time of the step."""
+    ranges = sample.ranges
+    if all(r.stream == 0 for r in ranges):
+        return exclusive_ns(sample)
+    return expose(
+        [r.start_ns for r in ranges], [r.start_ns + r.duration_ns for r in ranges], [r.stream for r in ranges]
+    )
+
+
+def expose(starts: Sequence[int], ends: Sequence[int], streams: Sequence[int]) -> list[int]:
+    """Give each instant that ranges cover to one of them; returns what each of them gets, in ns.
+
+    The lowest stream that has a range open gets it, and of that stream's ranges the innermost. Ranges of one stream
+    nest: the one that starts later, or at the same time with a higher index, is the inner one.
+    """
+    edges = sorted(
+        [(start, 1, index) for index, start in enumerate(starts) if ends[index] > start]
+        + [(end, 0, -index) for index, end in enumerate(ends) if end > starts[index]]
+    )
+    shares = [0] * len(starts)
+    open_ranges: dict[int, list[int]] = {}
+    before = 0
+    for at, is_start, index in edges:
+        owner = next((stack[-1] for _, stack in sorted(open_ranges.items()) if stack), None)
+        if owner is not None:
+            shares[owner] += at - before
+        before = at
+        if is_start:
+            open_ranges.setdefault(streams[index], []).append(index)
+        else:
+            open_ranges[streams[-index]].remove(-index)
+    return shares
+
+
 def category_exclusive_ns(sample: StepSample) -> dict[Category, int]:
-    """Exclusive time per category, `unattributed` included: the values add up to the step's duration."""
+    """Exposed time per category, `unattributed` included: the values add up to the step's duration."""
     totals = dict.fromkeys(LIVE_CATEGORIES, 0)
     attributed = 0
-    for r, own in zip(sample.ranges, exclusive_ns(sample), strict=True):
+    for r, own in zip(sample.ranges, exposed_ns(sample), strict=True):
         totals[r.category] += own
         attributed += own
     totals[Category.UNATTRIBUTED] = sample.duration_ns - attributed
@@ -254,7 +298,7 @@ def category_exclusive_ns(sample: StepSample) -> dict[Category, int]:
 # --- the bytes of a sample -------------------------------------------------------------------------------
 
 # A header, then the ranges column by column: a reader that wants one column need not touch the others.
-_SAMPLE = struct.Struct("<QQQQIIIBBBxIxxxx")
+_SAMPLE = struct.Struct("<QQQQQqIIIBBBxIxxxx")
 _COLUMNS: Final = "QQQhhHBB"
 
 SAMPLE_BYTES: Final = _SAMPLE.size
@@ -280,8 +324,10 @@ def pack_sample(
     graph_code: int,
     start_unix_ns: int,
     duration_ns: int,
-    overhead_ns: int,
-    complete: bool,
+    host_ns: int = 0,
+    gap_ns: int = 0,
+    overhead_ns: int = 0,
+    complete: bool = True,
     range_columns: Sequence[Sequence[int]] = ((),) * RANGE_COLUMNS,
 ) -> bytes:
     """The bytes of one sample, from plain integers (the writer's hot path builds no objects).
@@ -295,6 +341,8 @@ def pack_sample(
         start_unix_ns,
         duration_ns,
         overhead_ns,
+        host_ns,
+        gap_ns,
         requests,
         tokens,
         padded_tokens,
@@ -317,6 +365,8 @@ def unpack_sample(data: bytes | memoryview, details: Sequence[str]) -> StepSampl
             start_unix_ns,
             duration_ns,
             overhead_ns,
+            host_ns,
+            gap_ns,
             requests,
             tokens,
             padded_tokens,
@@ -354,6 +404,8 @@ def unpack_sample(data: bytes | memoryview, details: Sequence[str]) -> StepSampl
             start_unix_ns=start_unix_ns,
             duration_ns=duration_ns,
             ranges=ranges,
+            host_ns=host_ns,
+            gap_ns=gap_ns,
             overhead_ns=overhead_ns,
             complete=bool(complete),
         )

@@ -91,6 +91,8 @@ _BLOCKS, TOTALS_COUNT = _lay_out(
     steps=(len(PHASES),),
     step_ns=(len(PHASES),),
     step_buckets=(len(PHASES), len(STEP_BOUNDS_NS) + 1),
+    host_ns=(len(PHASES),),
+    host_buckets=(len(PHASES), len(STEP_BOUNDS_NS) + 1),
     sampled=(len(PHASES),),
     category_ns=(len(PHASES), _CATEGORIES),
     category_buckets=(len(PHASES), _CATEGORIES, len(CATEGORY_BOUNDS_NS) + 1),
@@ -101,6 +103,8 @@ _BLOCKS, TOTALS_COUNT = _lay_out(
     all_reduce_bytes=(len(ALL_REDUCE_PATHS), len(SIZE_LABELS)),
     lost=(len(LOST_REASONS),),
     overhead_ns=(1,),
+    twin_bytes=(1,),
+    twin_capture_ns=(1,),
     hook_calls=(MAX_HOOKS,),
     hook_errors=(MAX_HOOKS,),
 )
@@ -169,10 +173,15 @@ class TotalsWriter:
         self._steps = _BLOCKS["steps"].offset
         self._step_ns = _BLOCKS["step_ns"].offset
         self._step_buckets = tuple(_BLOCKS["step_buckets"].at(p) for p in range(len(PHASES)))
+        self._host_ns = _BLOCKS["host_ns"].offset
+        self._host_buckets = tuple(_BLOCKS["host_buckets"].at(p) for p in range(len(PHASES)))
 
-    def add_step(self, phase_code: int, duration_ns: int) -> None:
-        """Count one executed step, sampled or not."""
+    def add_step(self, phase_code: int, duration_ns: int, host_ns: int | None = None) -> None:
+        """Count one executed step, sampled or not; `host_ns` is its time on the host's clock where that is another."""
         c = self._c
+        host = duration_ns if host_ns is None else host_ns
+        c[self._host_ns + phase_code] += host
+        c[self._host_buckets[phase_code] + bisect_left(STEP_BOUNDS_NS, host)] += 1
         c[self._steps + phase_code] += 1
         c[self._step_ns + phase_code] += duration_ns
         c[self._step_buckets[phase_code] + bisect_left(STEP_BOUNDS_NS, duration_ns)] += 1
@@ -217,6 +226,11 @@ class TotalsWriter:
 
     def add_overhead(self, ns: int) -> None:
         self._c[self._overhead] += ns
+
+    def add_twins(self, nbytes: int, capture_ns: int) -> None:
+        """Count graph memory and time that a capture of instrumented graphs has cost."""
+        self._c[_BLOCKS["twin_bytes"].offset] += nbytes
+        self._c[_BLOCKS["twin_capture_ns"].offset] += capture_ns
 
     def add_hook_calls(self, hook_index: int, count: int) -> None:
         self._c[self._hook_calls + hook_index] += count
@@ -268,6 +282,20 @@ class Totals:
     def step_duration(self, phase_code: int) -> Histogram:
         """Duration of all executed steps."""
         return self._histogram("step_buckets", "step_ns", STEP_BOUNDS_NS, phase_code)
+
+    def step_host(self, phase_code: int) -> Histogram:
+        """Time of all executed steps on the host's clock."""
+        return self._histogram("host_buckets", "host_ns", STEP_BOUNDS_NS, phase_code)
+
+    @property
+    def twin_bytes(self) -> int:
+        """GPU memory that the instrumented graphs took."""
+        return self._get("twin_bytes", 0)
+
+    @property
+    def twin_capture_ns(self) -> int:
+        """How long their capture took."""
+        return self._get("twin_capture_ns", 0)
 
     def category(self, phase_code: int, category_code: int) -> Histogram:
         """Exclusive time of a category (an index of ``LIVE_CATEGORIES``) per sampled step."""

@@ -19,10 +19,11 @@ from vllm_k25_instrument.hooks.table import HOOK_TABLE, TESTED_VLLM
 from vllm_k25_instrument.instances import open_instance
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import RankCoordinates, RankIdentity
+from vllm_k25_instrument.recorder.cuda import CudaDevice, in_graph_timing_problem
 from vllm_k25_instrument.recorder.device import HostClock
 from vllm_k25_instrument.recorder.recorder import Recorder
 from vllm_k25_instrument.ring import RingLayout, RingWriter, ring_file_name
-from vllm_k25_instrument.settings import Settings
+from vllm_k25_instrument.settings import GraphTiming, Settings
 
 
 class WorkerInstrument:
@@ -40,6 +41,7 @@ class WorkerInstrument:
             plugin_version=__version__,
             sample_every=settings.sample_every,
             started_unix_ns=time.time_ns(),
+            device=device_kind(),
         )
         folder = open_instance(settings.ring_dir, instance).path
         planned = RingLayout.plan(settings.ring_samples, settings.ring_bytes)
@@ -52,15 +54,18 @@ class WorkerInstrument:
                 planned.slots,
             )
         attached = markers.attach() if settings.nvtx else None
+        device: Any = CudaDevice() if identity.device == "cuda" else HostClock()
         self.recorder = Recorder(
             self.ring,
-            HostClock(),
+            device,
             sample_every=settings.sample_every,
             on_error=self._on_error,
             markers=attached,
             graph_hint=_only_graph_mode(config),
             on_first_step=self._model_loaded,
         )
+        if isinstance(device, CudaDevice):
+            self._time_graphs(settings, device)
         self.patcher = Patcher(
             HOOK_TABLE,
             self.recorder,
@@ -93,6 +98,24 @@ class WorkerInstrument:
             identity.coordinates.global_rank,
             identity.sample_every,
             self.ring.path,
+        )
+
+    def _time_graphs(self, settings: Settings, device: CudaDevice) -> None:
+        if settings.graphs is GraphTiming.OFF:
+            return
+        problem = in_graph_timing_problem()
+        if problem:
+            logger.warning("K25: CUDA graphs are not timed: %s; their steps have a duration only", problem)
+            return
+        from vllm_k25_instrument.recorder.graphs import TimedGraphs, all_ranks_agree
+
+        TimedGraphs(
+            self.recorder,
+            device,
+            settings.graphs,
+            sizes=settings.graph_sizes,
+            agree=all_ranks_agree,
+            on_captured=self.ring.totals.add_twins,
         )
 
     def _model_loaded(self) -> None:
@@ -153,6 +176,13 @@ def coordinates_of(config: Any, rank: int, local_rank: int) -> RankCoordinates:
         pp_size=pp_size,
         dp_size=dp_size,
     )
+
+
+def device_kind() -> str:
+    """Whose clock this process's steps are timed by: ``cuda`` on NVIDIA and AMD GPUs, else ``host``."""
+    from vllm.platforms import current_platform
+
+    return "cuda" if current_platform.is_cuda_alike() else "host"
 
 
 def _only_graph_mode(config: Any) -> str:

@@ -99,16 +99,17 @@ def test_the_order_of_the_steps_changes_nothing(seed):
     assert breakdown_of(shuffled, source=Source.RING, ranks_expected=2).to_json_dict() == first
 
 
-def test_a_child_on_the_same_stream_is_taken_from_its_parent_and_one_on_another_is_not():
+def test_a_child_on_the_same_stream_is_taken_from_its_parent_and_one_on_another_gets_what_is_uncovered():
     parent = Range(Category.MOE_EXPERTS, 0, 600)
     same = Range(Category.MOE_SHARED_EXPERTS, 100, 200, parent=0)
-    other = Range(Category.ALL_REDUCE, 150, 300, stream=1, parent=0)
+    other = Range(Category.ALL_REDUCE, 450, 300, stream=1, parent=0)
     (group,) = broken_down(step(1000, [parent, same, other])).groups
     assert group.categories["moe_experts"].exclusive_ns == 400
     assert group.categories["moe_experts"].sum_ns == 600
     assert group.categories["moe_shared_experts"].exclusive_ns == 200
-    assert group.categories["all_reduce"].exclusive_ns == 300
-    assert group.unattributed_ns == 100
+    assert group.categories["all_reduce"].exclusive_ns == 150
+    assert group.categories["all_reduce"].sum_ns == 300
+    assert group.unattributed_ns == 250
 
 
 def test_the_inclusive_sum_counts_nested_ranges_of_one_category_twice_and_the_exclusive_sum_once():
@@ -117,11 +118,12 @@ def test_the_inclusive_sum_counts_nested_ranges_of_one_category_twice_and_the_ex
     assert (time.sum_ns, time.exclusive_ns, time.count) == (800, 500, 2)
 
 
-def test_overlapping_streams_give_negative_unattributed_and_a_warning_but_still_add_up():
+def test_what_the_main_stream_covers_is_not_counted_again_for_a_side_stream():
     ranges = [Range(Category.MOE_EXPERTS, 0, 900), Range(Category.ALL_REDUCE, 0, 800, stream=1)]
     breakdown = broken_down(step(1000, ranges))
-    assert breakdown.groups[0].unattributed_ns == -700
-    assert [caveat.code for caveat in breakdown.caveats] == [CaveatCode.STREAMS_OVERLAP]
+    assert breakdown.groups[0].categories["all_reduce"].exclusive_ns == 0
+    assert breakdown.groups[0].unattributed_ns == 100
+    assert breakdown.caveats == ()
     assert breakdown.complete
 
 

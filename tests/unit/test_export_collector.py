@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_read_is_logged_once(caplog):
     for _ in range(3):
         assert our_samples(text_of(collector)) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        "no rings can be found: [Errno 13] Permission denied: '/rings'"
+        "K25: no rings can be found: [Errno 13] Permission denied: '/rings'"
     ]
 
 
@@ -252,8 +252,8 @@ def test_a_restart_is_followed(directory, caplog):
     make_ring(directory / "second")
     assert steps_of(collector) == 0
     assert [record.getMessage() for record in caplog.records] == [
-        f"reading {directory / 'first'}",
-        f"reading {directory / 'second'}",
+        f"K25: reading {directory / 'first'}",
+        f"K25: reading {directory / 'second'}",
     ]
 
 

@@ -149,7 +149,7 @@ def test_a_running_exporter_follows_a_restart_and_stops_when_told(tmp_path, stop
 
         process.send_signal(stop)
         assert process.wait(10) == 0
-        assert process.stderr.read() == f"reading {tmp_path / 'first'}\nreading {tmp_path / 'second'}\n"
+        assert process.stderr.read() == f"K25: reading {tmp_path / 'first'}\nK25: reading {tmp_path / 'second'}\n"
 
 
 def test_an_exporter_may_start_before_the_first_server(tmp_path):

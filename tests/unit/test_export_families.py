@@ -115,6 +115,8 @@ def test_an_untouched_rank_shows_zeros_where_alert_rules_look_and_nothing_else()
         "vllm_k25_steps_sampled_total",
         "vllm_k25_samples_lost_total",
         "vllm_k25_instrument_overhead_seconds_total",
+        "vllm_k25_graph_twin_bytes",
+        "vllm_k25_graph_twin_capture_seconds",
         "vllm_k25_hook_errors_total",
         "vllm_k25_hook_attached",
         "vllm_k25_build_info",

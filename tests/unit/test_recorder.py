@@ -224,7 +224,7 @@ def test_an_idle_call_is_no_step(bench: Bench) -> None:
 
 def test_a_step_keeps_what_the_scheduler_and_the_dispatcher_said(bench: Bench) -> None:
     bench.recorder.begin_step(decode(requests=60))
-    bench.recorder.dispatched(GraphMode.FULL, 64)
+    bench.recorder.dispatched(GraphMode.NONE, 64, None)
     bench.recorder.end_step()
     bench.recorder.begin_step(prefill(tokens=500))
     bench.recorder.end_step()
@@ -234,7 +234,7 @@ def test_a_step_keeps_what_the_scheduler_and_the_dispatcher_said(bench: Bench) -
         60,
         60,
         64,
-        GraphMode.FULL,
+        GraphMode.NONE,
     )
     assert (second.phase, second.requests, second.tokens, second.graph_mode) == (Phase.PREFILL, 1, 500, GraphMode.NONE)
 

@@ -25,6 +25,7 @@ def worst_case_per_rank() -> dict[str, int]:
     """Upper bound of the number of series of each family for one rank; ``build_info``, one per server, is not in it."""
     return {
         families.STEP_DURATION.name: len(PHASES) * _histogram(STEP_BOUNDS_NS),
+        families.STEP_HOST.name: len(PHASES) * _histogram(STEP_BOUNDS_NS),
         families.STEP_CATEGORY.name: len(PHASES) * len(LIVE_CATEGORIES) * _histogram(CATEGORY_BOUNDS_NS),
         families.BATCH_STEP.name: _ROWS * _SUM_AND_COUNT,
         families.BATCH_CATEGORY.name: _ROWS * len(LIVE_CATEGORIES) * _SUM_AND_COUNT,
@@ -34,6 +35,8 @@ def worst_case_per_rank() -> dict[str, int]:
         families.STEPS_SAMPLED.name: len(PHASES),
         families.SAMPLES_LOST.name: len(LOST_REASONS),
         families.OVERHEAD.name: 1,
+        families.TWIN_BYTES.name: 1,
+        families.TWIN_CAPTURE.name: 1,
         families.HOOK_ERRORS.name: len(HOOK_LABELS),
         families.HOOK_ATTACHED.name: len(HOOK_LABELS),
     }

@@ -74,7 +74,12 @@ class Family:
 STEP_DURATION: Final = Family(
     PREFIX + "step_duration_seconds",
     ("rank", "phase"),
-    "Duration of executed model steps in seconds, all steps, sampled or not.",
+    "Duration of executed model steps in seconds, all steps, sampled or not: the GPU's time where there is a GPU.",
+)
+STEP_HOST: Final = Family(
+    PREFIX + "step_host_seconds",
+    ("rank", "phase"),
+    "Time of executed model steps on the host's clock in seconds, from execute_model to the end of sampling, all steps.",
 )
 STEP_CATEGORY: Final = Family(
     PREFIX + "step_category_seconds",
@@ -117,6 +122,14 @@ OVERHEAD: Final = Family(
     ("rank",),
     "Time that the instrumentation itself took inside steps in seconds, as far as it can time itself.",
 )
+TWIN_BYTES: Final = Family(
+    PREFIX + "graph_twin_bytes", ("rank",), "GPU memory that the instrumented twins of CUDA graphs took, in bytes."
+)
+TWIN_CAPTURE: Final = Family(
+    PREFIX + "graph_twin_capture_seconds",
+    ("rank",),
+    "How long the capture of the instrumented twins of CUDA graphs took, in seconds.",
+)
 HOOK_ERRORS: Final = Family(
     PREFIX + "hook_errors_total",
     ("rank", "hook"),
@@ -145,6 +158,7 @@ class _Families:
 
     def __init__(self) -> None:
         self.step_duration = STEP_DURATION.histogram()
+        self.step_host = STEP_HOST.histogram()
         self.step_category = STEP_CATEGORY.histogram()
         self.batch_step = BATCH_STEP.summary()
         self.batch_category = BATCH_CATEGORY.summary()
@@ -154,6 +168,8 @@ class _Families:
         self.steps_sampled = STEPS_SAMPLED.counter()
         self.samples_lost = SAMPLES_LOST.counter()
         self.overhead = OVERHEAD.counter()
+        self.twin_bytes = TWIN_BYTES.gauge()
+        self.twin_capture = TWIN_CAPTURE.gauge()
         self.hook_errors = HOOK_ERRORS.counter()
         self.hook_attached = HOOK_ATTACHED.gauge()
         self.build = BUILD.info()
@@ -193,6 +209,7 @@ def _add_steps(families: _Families, rank: str, totals: Totals) -> None:
         families.steps.add_metric((rank, phase), totals.steps(phase_code))
         families.steps_sampled.add_metric((rank, phase), totals.sampled(phase_code))
         _add_histogram(families.step_duration, STEP_DURATION, (rank, phase), totals.step_duration(phase_code))
+        _add_histogram(families.step_host, STEP_HOST, (rank, phase), totals.step_host(phase_code))
         for code, category in enumerate(LIVE_CATEGORIES):
             _add_histogram(
                 families.step_category, STEP_CATEGORY, (rank, phase, category), totals.category(phase_code, code)
@@ -227,6 +244,8 @@ def _add_instrument(families: _Families, rank: str, identity: RankIdentity, tota
     for reason_code, reason in enumerate(LOST_REASONS):
         families.samples_lost.add_metric((rank, reason), totals.lost(reason_code))
     families.overhead.add_metric((rank,), seconds(totals.overhead_ns))
+    families.twin_bytes.add_metric((rank,), totals.twin_bytes)
+    families.twin_capture.add_metric((rank,), seconds(totals.twin_capture_ns))
     for index, hook in enumerate(HOOK_NAMES):
         families.hook_errors.add_metric((rank, hook), totals.hook_errors(index))
     unknown_errors = sum(totals.hook_errors(index) for index in range(len(HOOK_NAMES), MAX_HOOKS))

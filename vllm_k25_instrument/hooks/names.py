@@ -28,6 +28,10 @@ HOOK_NAMES: Final = (
     "layer",
     "sampling",
     "input_preparation",
+    "graph_capture",
+    "graph_replay",
+    "graph_memory",
+    "graph_release",
 )
 
 HOOK_INDEX: Final = {name: index for index, name in enumerate(HOOK_NAMES)}

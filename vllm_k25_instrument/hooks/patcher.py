@@ -53,7 +53,8 @@ class Patcher:
         self._replaced: list[tuple[Any, str, Any, Function]] = []  # owner, name, original, our wrapper
         self._subclass_hooks: dict[type, list[Callable[[type], None]]] = {}
         self._states: dict[HookPoint, HookState] = {
-            point: _initial_state(point, vllm_version, categories) for point in points
+            point: _initial_state(point, vllm_version, categories, graphs=recorder.graphs is not None)
+            for point in points
         }
 
     @property
@@ -197,8 +198,10 @@ class Patcher:
         setattr(owner, name, wrapper)
 
 
-def _initial_state(point: HookPoint, vllm_version: str, categories: frozenset[Category]) -> HookState:
+def _initial_state(point: HookPoint, vllm_version: str, categories: frozenset[Category], *, graphs: bool) -> HookState:
     if point.category is not None and point.category not in categories:
+        return HookState.OFF
+    if point.kind is HookKind.GRAPHS and not graphs:
         return HookState.OFF
     if not exists_in(point, vllm_version):
         return HookState.NOT_IN_VERSION

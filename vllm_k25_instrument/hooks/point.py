@@ -23,6 +23,7 @@ class HookKind(StrEnum):
     RANGE = "range"  # the call is a range
     PATH = "path"  # the call is the path that the open all-reduce takes
     LAYER = "layer"  # the call tells which layer we are in
+    GRAPHS = "graphs"  # the call captures, replays or drops CUDA graphs
     SHARED_EXPERTS = "shared_experts"  # the constructor of vLLM's wrapper around a model's shared experts
 
 
@@ -46,7 +47,8 @@ class HookPoint:
     says that the target exists. The functions take the call's ``(args, kwargs)``, args[0] being ``self``:
     `detail` makes the range's detail ("" = not known before a PATH hook says it), `nbytes` the size of the message,
     `layer` the layer's number (None = the range inherits the layer seen last in this step). `path` is what a PATH hook
-    reports, from the same arguments. `none_is_refusal` says that a call returning None did not do the work.
+    reports, from the same arguments. `graphs` makes a GRAPHS wrapper, from the function and the worker's `TimedGraphs`.
+    `none_is_refusal` says that a call returning None did not do the work.
 
     Points are compared by identity: each is one row of the table.
     """
@@ -63,6 +65,7 @@ class HookPoint:
     layer: Callable[[Args, Kwargs], int] | None = None
     inherits_layer: bool = False
     path: Callable[[Args, Kwargs], AllReducePath] | None = None
+    graphs: Callable[[Callable[..., Any], Any], Callable[..., Any]] | None = None
     none_is_refusal: bool = False
 
     code: int = field(init=False, default=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from vllm_k25_instrument.hooks.collectives import COLLECTIVE_POINTS
+from vllm_k25_instrument.hooks.graphs import GRAPH_POINTS
 from vllm_k25_instrument.hooks.mla import MLA_POINTS
 from vllm_k25_instrument.hooks.moe import MOE_POINTS
 from vllm_k25_instrument.hooks.point import HookPoint
@@ -16,6 +17,7 @@ HOOK_TABLE: Final[tuple[HookPoint, ...]] = (
     *COLLECTIVE_POINTS,
     *MOE_POINTS,
     *MLA_POINTS,
+    *GRAPH_POINTS,
 )
 
 READ_VLLM: Final = ">=0.14.1,<0.33"

@@ -70,6 +70,8 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
         parent = recorder.top
         if parent is not None and parent[CODE] == code:
             return function(*args, **kwargs)
+        if not host_time and not device.may_mark():
+            return function(*args, **kwargs)
         try:
             if layer_of is not None:
                 recorder.layer = layer = layer_of(args, kwargs)
@@ -87,7 +89,7 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
             recorder.on_error(point, error)
             return function(*args, **kwargs)
         ranges = step.ranges
-        opened = [code, hook_index, len(ranges), parent, detail, nbytes, layer, stream, pushed, None, None]
+        opened = [code, hook_index, len(ranges), parent, detail, nbytes, layer, stream, pushed, None, None, False]
         ranges.append(opened)
         recorder.top = opened
         opened[START] = start = mark()
@@ -209,8 +211,8 @@ def _graph_dispatch(function: Function, point: HookPoint, recorder: Recorder) ->
     return wrapper
 
 
-def describe_dispatch(result: Any) -> tuple[GraphMode, int] | None:
-    """Graph mode and padded number of tokens from what either model runner's dispatch returns.
+def describe_dispatch(result: Any) -> tuple[GraphMode, int, Any] | None:
+    """Graph mode, padded number of tokens and graph key from what either model runner's dispatch returns.
 
     V1 returns ``(mode, descriptor, ...)``, V2 ``(descriptor with cg_mode, ...)``. None where it is neither.
     """
@@ -222,7 +224,13 @@ def describe_dispatch(result: Any) -> tuple[GraphMode, int] | None:
         mode, descriptor = result[0], result[1]
     graph_mode = _GRAPH_MODES.get(getattr(mode, "name", ""))
     tokens = getattr(descriptor, "num_tokens", None)
-    return (graph_mode, tokens) if graph_mode is not None and isinstance(tokens, int) else None
+    return (graph_mode, tokens, descriptor) if graph_mode is not None and isinstance(tokens, int) else None
+
+
+def _graphs(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    if point.graphs is None or recorder.graphs is None:
+        return function
+    return point.graphs(function, recorder.graphs)
 
 
 _WRAPPERS: dict[HookKind, Callable[[Function, HookPoint, Recorder], Function]] = {
@@ -233,4 +241,5 @@ _WRAPPERS: dict[HookKind, Callable[[Function, HookPoint, Recorder], Function]] =
     HookKind.STEP: _step,
     HookKind.STEP_SAMPLING: _step_sampling,
     HookKind.GRAPH_DISPATCH: _graph_dispatch,
+    HookKind.GRAPHS: _graphs,
 }

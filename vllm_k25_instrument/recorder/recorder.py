@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import sub
 from threading import get_ident
 from time import perf_counter_ns
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm_k25_instrument.hooks.point import Args, HookPoint, Kwargs
 from vllm_k25_instrument.markers import Markers
@@ -31,11 +31,15 @@ from vllm_k25_instrument.model import (
     GraphMode,
     LostReason,
     Phase,
+    expose,
     pack_sample,
 )
 from vllm_k25_instrument.recorder.device import Device, HostClock
 from vllm_k25_instrument.recorder.phase import PhaseClassifier
 from vllm_k25_instrument.ring import RingWriter
+
+if TYPE_CHECKING:
+    from vllm_k25_instrument.recorder.graphs import TimedGraphs
 
 _PHASE_CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
 _GRAPH_CODE: Final = {mode: code for code, mode in enumerate(GRAPH_MODES)}
@@ -62,17 +66,24 @@ STREAM: Final = 7
 PUSHED: Final = 8  # whether an NVTX range is open for it
 START: Final = 9  # the device's marks
 END: Final = 10
+BORROWED: Final = 11  # whether it belongs to a graph, which keeps it from replay to replay
 
 
 class OpenStep:
     """A step between its begin and the moment that its marks have been read."""
 
     __slots__ = (
+        "aborted",
         "complete",
+        "done",
         "end",
         "graph_mode",
+        "graphs",
+        "host_end_ns",
+        "host_start_ns",
         "number",
         "overhead_ns",
+        "overwritten",
         "padded_tokens",
         "phase",
         "pushed",
@@ -91,12 +102,18 @@ class OpenStep:
         self.tokens = tokens
         self.padded_tokens = tokens
         self.graph_mode = GraphMode.NONE
+        self.graphs: Any = None  # the instrumented graphs that this step replays, if any
         self.sampled = sampled
         self.ranges: list[OpenRange] = []
         self.overhead_ns = 0
         self.complete = True
+        self.aborted = False
+        self.overwritten = False  # a graph of it was replayed again before its marks were read
+        self.done = False  # its marks have been read, or never will be
         self.pushed = False
         self.start_unix_ns = 0
+        self.host_start_ns = 0
+        self.host_end_ns = 0
         self.start: Any = None
         self.end: Any = None
 
@@ -112,6 +129,7 @@ class Recorder:
     __slots__ = (
         "_classifier",
         "_graph_hint",
+        "_last_end",
         "_next_step",
         "_on_first_step",
         "_pending",
@@ -119,6 +137,7 @@ class Recorder:
         "_sample_every",
         "device",
         "executing",
+        "graphs",
         "layer",
         "markers",
         "marks_are_host_time",
@@ -161,6 +180,8 @@ class Recorder:
         self._next_step = 0
         self.step: OpenStep | None = None
         self._pending: deque[OpenStep] = deque()
+        self._last_end: Any = None  # the end mark of the step finished last
+        self.graphs: TimedGraphs | None = None
         self.top: OpenRange | None = None
         self.layer = NO_LAYER
         self.thread = 0
@@ -192,16 +213,19 @@ class Recorder:
                 number % self._sample_every == 0,
             )
             self.step = step
+            self.drain()
+            self.device.begin()
+            if self.markers is not None:
+                self.markers.push_step(step.phase, number, step.requests, self._graph_hint)
+                step.pushed = True
             if step.sampled:
                 self.thread = get_ident()
                 self.top = None
                 self.layer = NO_LAYER
                 step.start_unix_ns = time.time_ns()
-                if self.markers is not None:
-                    self.markers.push_step(step.phase, number, step.requests, self._graph_hint)
-                    step.pushed = True
                 self.recording = True
-            self._ring.totals.add_overhead(perf_counter_ns() - entered)
+            step.host_start_ns = perf_counter_ns()
+            self._ring.totals.add_overhead(step.host_start_ns - entered)
             step.start = self.device.mark()
             return True
         except Exception as error:
@@ -210,12 +234,40 @@ class Recorder:
             self.on_error(None, error)
             return False
 
-    def dispatched(self, graph_mode: GraphMode, padded_tokens: int) -> None:
-        """The open step will run in this graph mode, padded to this many tokens."""
+    def dispatched(self, graph_mode: GraphMode, padded_tokens: int, descriptor: Any) -> None:
+        """The open step will run in this graph mode, padded to this many tokens.
+
+        `descriptor` is vLLM's key of the graph. A sampled step that will replay a graph stays sampled only where
+        there is an instrumented one for it whose last marks have been read.
+        """
         step = self.step
-        if step is not None:
-            step.graph_mode = graph_mode
-            step.padded_tokens = padded_tokens
+        if step is None:
+            return
+        step.graph_mode = graph_mode
+        step.padded_tokens = padded_tokens
+        if not self.recording or graph_mode is GraphMode.NONE:
+            return
+        try:
+            found = self.graphs.find(graph_mode, descriptor) if self.graphs is not None else None
+            if found is None:
+                self.abandon_sample(LostReason.UNTIMED)
+            elif not found.claim(step):
+                self.abandon_sample(LostReason.UNREAD)
+            else:
+                step.graphs = found
+        except Exception as error:
+            self.abandon_sample(LostReason.ERROR)
+            self.on_error(None, error)
+
+    def abandon_sample(self, reason: LostReason) -> None:
+        """The open step is not sampled after all; it still counts, with its duration."""
+        step = self.step
+        self.recording = False
+        if step is not None and step.sampled:
+            step.sampled = False
+            self._release_ranges(step)
+            step.ranges = []
+            self._lose(reason)
 
     def end_step(self) -> None:
         """The open step is over."""
@@ -224,15 +276,17 @@ class Recorder:
             return
         try:
             step.end = self.device.mark()
-            entered = perf_counter_ns()
+            step.host_end_ns = entered = perf_counter_ns()
             self.step = None
             self.recording = False
-            if step.pushed and self.markers is not None:
-                self.markers.pop()
+            if step.pushed:
+                self.pop_marker()
             self._pending.append(step)
             self.drain()
             self._ring.totals.add_overhead(perf_counter_ns() - entered)
         except Exception as error:
+            self.step = None
+            self.recording = False
             self._lose(LostReason.ERROR, error)
 
     def abort_step(self) -> None:
@@ -243,10 +297,13 @@ class Recorder:
         if step is None:
             return
         try:
-            if step.pushed and self.markers is not None:
-                self.markers.pop()
+            if step.pushed:
+                self.pop_marker()
             if step.sampled:
                 self._ring.totals.add_lost(_LOST_CODE[LostReason.ABORTED])
+            step.aborted = True
+            step.end = self.device.mark()
+            self._pending.append(step)
         except Exception as error:
             self.on_error(None, error)
 
@@ -302,15 +359,79 @@ class Recorder:
             except Exception as error:
                 self.on_error(point, error)
 
+    # --- graphs ----------------------------------------------------------------------------------------------
+
+    def begin_graph(self, label: str) -> bool:
+        """A graph that is to be instrumented begins to be captured; False, and nothing done, where a step is open."""
+        if self.step is not None:
+            return False
+        self.step = OpenStep(-1, Phase.DECODE, 0, 0, sampled=True)
+        self.thread = get_ident()
+        self.top = None
+        self.layer = NO_LAYER
+        self.device.begin()
+        if self.markers is not None:
+            self.markers.push_capture(label)
+        self.recording = True
+        return True
+
+    def end_graph(self) -> list[OpenRange]:
+        """The capture that `begin_graph` announced ends; returns the graph's ranges."""
+        step = self.step
+        self.step = None
+        self.recording = False
+        self.top = None
+        if step is None:
+            return []
+        if self.markers is not None:
+            self.pop_marker()
+        for r in step.ranges:
+            r[BORROWED] = True
+        return step.ranges
+
+    def replayed(self, ranges: list[OpenRange]) -> None:
+        """The open step has replayed an instrumented graph with these ranges."""
+        step = self.step
+        if step is None or not step.sampled:
+            return
+        base = len(step.ranges)
+        for index, r in enumerate(ranges):
+            r[INDEX] = base + index
+        step.ranges += ranges
+
     # --- from marks to a sample ------------------------------------------------------------------------------
 
     def _finish(self, step: OpenStep) -> None:
+        try:
+            if not step.aborted:
+                self._account(step)
+        finally:
+            step.done = True
+            self._release_ranges(step)
+            if self._last_end is not None:
+                self.device.release((self._last_end,))
+            self.device.release((step.start,))
+            self._last_end = step.end
+
+    def _release_ranges(self, step: OpenStep) -> None:
+        """Give the marks of the step's own ranges back; those of a graph's ranges stay with the graph."""
+        if not self.marks_are_host_time:
+            for r in step.ranges:
+                if not r[BORROWED]:
+                    self.device.release(mark for mark in (r[START], r[END]) if mark is not None)
+
+    def _account(self, step: OpenStep) -> None:
         totals = self._ring.totals
         phase = _PHASE_CODE[step.phase]
         (duration,) = self.device.offsets_ns(step.start, (step.end,))
-        totals.add_step(phase, duration)
+        host = step.host_end_ns - step.host_start_ns
+        totals.add_step(phase, duration, host)
         if not step.sampled:
             return
+        if step.overwritten:
+            self._lose(LostReason.OVERWRITTEN)
+            return
+        gap = 0 if self._last_end is None else self.device.offsets_ns(self._last_end, (step.start,))[0]
         graph = _GRAPH_CODE[step.graph_mode]
         columns, exclusive, hooks = self._resolve(step)
         sample = pack_sample(
@@ -322,6 +443,8 @@ class Recorder:
             graph_code=graph,
             start_unix_ns=step.start_unix_ns,
             duration_ns=duration,
+            host_ns=host,
+            gap_ns=gap,
             overhead_ns=step.overhead_ns,
             complete=step.complete,
             range_columns=columns,
@@ -345,18 +468,20 @@ class Recorder:
         if not ranges:
             return [()] * RANGE_COLUMNS, exclusive, ()
         columns = zip(*ranges, strict=True)
-        codes, hooks, _, parents, details, nbytes, layers, streams, _, start_marks, end_marks = columns
+        codes, hooks, _, parents, details, nbytes, layers, streams, _, start_marks, end_marks, _ = columns
         starts = self.device.offsets_ns(step.start, start_marks)
         ends = self.device.offsets_ns(step.start, end_marks)
         durations = list(map(sub, ends, starts))
-        for code, duration in zip(codes, durations, strict=True):
-            exclusive[code] += duration
+        one_stream = not any(streams)
+        shares = durations if one_stream else expose(starts, ends, streams)
+        for code, share in zip(codes, shares, strict=True):
+            exclusive[code] += share
         parent_indices = [NO_PARENT] * len(ranges)
         if any(parents):
             for index, parent in enumerate(parents):
                 if parent is not None:
                     parent_indices[index] = parent[INDEX]
-                    if parent[STREAM] == streams[index]:
+                    if one_stream:
                         exclusive[parent[CODE]] -= durations[index]
         detail_indices = {detail: self._ring.detail_index(detail) for detail in set(details)}
         detail_column = [detail_indices[detail] for detail in details]

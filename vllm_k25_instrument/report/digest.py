@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_k25_instrument.model import Category, GraphMode, Phase, StepSample, batch_label, exclusive_ns
+from vllm_k25_instrument.model import Category, GraphMode, Phase, StepSample, batch_label, exposed_ns
 
 
 class GroupKey(NamedTuple):
@@ -66,7 +66,7 @@ def digest_step(rank: int, sample: StepSample) -> StepDigest:
     sums: dict[Category, int] = {}
     own: dict[Category, int] = {}
     counts: dict[Category, int] = {}
-    for r, exclusive in zip(sample.ranges, exclusive_ns(sample), strict=True):
+    for r, exclusive in zip(sample.ranges, exposed_ns(sample), strict=True):
         category = r.category
         sums[category] = sums.get(category, 0) + r.duration_ns
         own[category] = own.get(category, 0) + exclusive
