@@ -38,19 +38,19 @@ class EventState:
         self.destroyed = False
 
     def record(self, record: Record, now: int) -> None:
-        self.counting(now)  # forgets what counts no more
+        counting = self.counting(now)
+        still_of_use = [other for other in self.records if other is counting or other.counts_from_ns > now]
         self.captured_in = None
-        self.records.append(record)
+        self.records = [*still_of_use, record]
 
     def counting(self, now: int) -> Record | None:
         """The record that a query answers for; None before the first one."""
-        started = [record for record in self.records if record.counts_from_ns <= now]
-        if not started:
-            return None
         # Of two that count from the same moment, the later submitted one.
-        last = max(enumerate(started), key=lambda pair: (pair[1].counts_from_ns, pair[0]))[1]
-        self.records = [record for record in self.records if record is last or record.counts_from_ns > now]
-        return last
+        return max(
+            (record for record in reversed(self.records) if record.counts_from_ns <= now),
+            key=lambda record: record.counts_from_ns,
+            default=None,
+        )
 
 
 class Event:

@@ -13,13 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tests.sim import errors
 from tests.sim.capture import Capture
 from tests.sim.errors import CudaError
 from tests.sim.memory import DEFAULT_POOL, Buffer, Memory
 from tests.sim.work import Duration, Execution, Race, Work
+
+if TYPE_CHECKING:
+    from tests.sim.events import Event
+    from tests.sim.graphs import CUDAGraph
+    from tests.sim.streams import Stream
 
 
 class StreamState:
@@ -55,9 +60,7 @@ class SimulatedGpu:
         documentation leaves that open, so code must be right under both. `graph_bytes`, `node_bytes`: memory of an
         instantiated graph.
         """
-        from tests.sim.events import Event
-        from tests.sim.graphs import CUDAGraph
-        from tests.sim.streams import Stream
+        from tests.sim import events, graphs, streams
 
         assert events_pending_from in ("launch", "node")
         self.event_ns = event_ns
@@ -81,9 +84,9 @@ class SimulatedGpu:
         self._effects: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
         self._faults: list[tuple[str, int, Exception]] = []
-        self.Stream: type[Stream] = type("Stream", (Stream,), {"gpu": self})
-        self.Event: type[Event] = type("Event", (Event,), {"gpu": self})
-        self.CUDAGraph: type[CUDAGraph] = type("CUDAGraph", (CUDAGraph,), {"gpu": self})
+        self.Stream: type[Stream] = type("Stream", (streams.Stream,), {"gpu": self})
+        self.Event: type[Event] = type("Event", (events.Event,), {"gpu": self})
+        self.CUDAGraph: type[CUDAGraph] = type("CUDAGraph", (graphs.CUDAGraph,), {"gpu": self})
 
     def number(self) -> int:
         """A number that nothing else of this GPU has."""
@@ -187,6 +190,28 @@ class SimulatedGpu:
     def is_current_stream_capturing(self) -> bool:
         """Whether the current stream is in a capture, an invalidated one included."""
         return self.current.capture is not None
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[Stream]:
+        """Make `stream` the current one."""
+        before, self.current = self.current, stream.state
+        try:
+            yield stream
+        finally:
+            self.current = before
+
+    @contextmanager
+    def capture(
+        self, graph: CUDAGraph | None = None, *, stream: Stream | None = None, mode: str = "global", pool: Any = None
+    ) -> Iterator[CUDAGraph]:
+        """Capture into `graph`, on `stream` or a new one, and end the capture whatever happens."""
+        graph = graph or self.CUDAGraph()
+        with self.on(stream or self.Stream()):
+            graph.capture_begin(pool, mode)
+            try:
+                yield graph
+            finally:
+                graph.capture_end()
 
     # --- work ------------------------------------------------------------------------------------------------
 

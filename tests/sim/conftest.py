@@ -1,0 +1,8 @@
+import pytest
+
+from tests.sim import SimulatedGpu
+
+
+@pytest.fixture
+def gpu() -> SimulatedGpu:
+    return SimulatedGpu()
