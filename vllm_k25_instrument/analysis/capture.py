@@ -59,6 +59,7 @@ class NoteCode(StrEnum):
     STEPS_CUT_OFF = "steps_cut_off"
     NO_NVTX = "no_nvtx"
     OPEN_RANGES = "open_ranges"
+    GRAPH_NODES_UNMAPPED = "graph_nodes_unmapped"
     UNNAMED_KERNELS = "unnamed_kernels"
     MISSING_TABLE = "missing_table"
     RANKS_MISSING = "ranks_missing"
@@ -129,7 +130,8 @@ class Launches:
 class Annotations:
     """Named host ranges (profiler annotations, NVTX), sorted by start: step markers and context for names.
 
-    `parent` indexes this table (-1: outermost on its thread).
+    `parent` indexes this table (-1: outermost on its thread). `is_open`: the range was never closed, so its end is that
+    of the capture, and it is nobody's parent; None where a reader has no such ranges.
     """
 
     start_ns: Int64
@@ -137,6 +139,7 @@ class Annotations:
     name: Int32
     thread: Int64
     parent: Int32
+    is_open: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.start_ns)
