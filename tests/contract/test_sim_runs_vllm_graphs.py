@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -280,3 +281,52 @@ def test_vllm_knows_the_simulated_stream_as_the_current_one(gpu: SimulatedGpu) -
     with torch.cuda.stream(side):
         assert current_stream() == side
     assert current_stream() == torch.cuda.current_stream() != side
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
+def test_own_and_exchanged_graphs_are_replayed_in_the_order_of_the_calls(
+    monkeypatch: pytest.MonkeyPatch, gpu: SimulatedGpu, mode: CUDAGraphMode
+) -> None:
+    pieces = Pieces(monkeypatch, gpu, lambda runnable: cuda_graph.CUDAGraphWrapper(runnable, CONFIG, mode))
+    pieces.context.cudagraph_runtime_mode = mode
+    pieces.forward()
+    own = [wrapper.concrete_cudagraph_entries for wrapper in pieces.wrappers]
+    for wrapper in pieces.wrappers:
+        wrapper.concrete_cudagraph_entries = {}
+    pieces.forward()
+    twins = [wrapper.concrete_cudagraph_entries for wrapper in pieces.wrappers]
+    gpu.executions.clear()
+    for dictionaries in (own, twins, own):
+        for wrapper, dictionary in zip(pieces.wrappers, dictionaries, strict=True):
+            wrapper.concrete_cudagraph_entries = dictionary
+        pieces.forward()
+    ran = [(run.graph, run.name) for run in gpu.executions if run.graph is not None]
+    assert ran == [
+        (dictionary["bs4"].cudagraph.number, f"times {factor}")
+        for dictionaries in (own, twins, own)
+        for dictionary, factor in zip(dictionaries, (2.0, 3.0, 5.0), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [
+        (cudagraph_utils.CudaGraphManager, ["capture", "run_fullgraph", "release_graphs", "graphs", "_capture_descs"]),
+        (cudagraph_utils.CudaGraphManager, ["_capture_mem_samples", "pool", "use_breakable_cg"]),
+        (cuda_graph.CUDAGraphWrapper, ["concrete_cudagraph_entries", "clear_graphs", "clear_all_graphs"]),
+        (cuda_graph.CUDAGraphWrapper, ["_all_instances", "runtime_mode", "graph_pool", "__call__"]),
+        (breakable.BreakableCUDAGraphWrapper, ["entries", "clear_graphs", "clear_all_graphs", "_all_instances"]),
+        (breakable.BreakableCUDAGraphCapture, ["segments", "replay"]),
+        (cudagraph_utils, ["profile_cudagraph_memory", "CudaGraphManager"]),
+    ],
+)
+def test_the_names_that_the_swap_relies_on_are_there(owner: Any, names: list[str]) -> None:
+    made_in_init = inspect.getsource(owner.__init__) if inspect.isclass(owner) else ""
+    missing = [name for name in names if not (hasattr(owner, name) or f"self.{name}" in made_in_init)]
+    assert missing == [], f"gone from {owner.__name__}"
+
+
+def test_vllm_still_calls_what_the_fixture_stands_in_for() -> None:
+    for module in (cuda_graph, cudagraph_utils, breakable):
+        assert {"get_offloader", "capture_pool", "torch"} <= set(vars(module)), module.__name__
+    assert {"graph_capture", "is_global_first_rank", "current_stream"} <= set(vars(cudagraph_utils))

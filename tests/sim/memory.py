@@ -143,6 +143,8 @@ class Memory:
 
     def end_recording(self, pool_id: PoolId) -> None:
         """As `endAllocateToPool`. PyTorch calls it after a successful `cudaStreamEndCapture` only."""
+        if pool_id not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.recording.remove(pool_id)
 
     def release(self, pool_id: PoolId) -> None:

@@ -39,6 +39,25 @@ def test_torch_refuses_what_the_simulated_gpu_refuses(gpu):
             torch.accelerator.synchronize()
 
 
+def test_a_capture_whose_end_fails_leaves_its_stream_current_and_its_pool_recording(gpu):
+    before, side, pool = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    gpu.fail("capture_end")
+    with refused(CudaError, "launch failure"), torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool, stream=side):
+        gpu.launch("k", 1)
+    assert torch.cuda.current_stream() == side != before
+
+    def capture_into_the_pool():
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool, stream=side):
+            gpu.launch("k", 1)
+
+    with refused(RuntimeError, "already recording to mempool_id"):
+        capture_into_the_pool()
+    torch._C._cuda_endAllocateToPool(0, pool)
+    capture_into_the_pool()
+    with refused(RuntimeError, "not currently recording to mempool_id"):
+        torch._C._cuda_endAllocateToPool(0, pool)
+
+
 def test_the_current_stream_is_set_by_the_context_and_by_set_stream(gpu):
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(first):

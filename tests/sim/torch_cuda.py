@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +14,23 @@ import torch
 
 from tests.sim.gpu import SimulatedGpu
 from tests.sim.streams import Stream
+
+
+class StreamContext:
+    """`torch.cuda.stream`: a class as there, since a context that is never left must not be left by the collector."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._before = torch.cuda.current_stream()
+            torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            torch.cuda.set_stream(self._before)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, gpu: SimulatedGpu | None = None, **options: Any) -> SimulatedGpu:
@@ -35,18 +50,6 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: SimulatedGpu | None = None, **
     def set_stream(stream: Any) -> None:
         if stream is not None:
             gpu.current = stream.state
-
-    @contextmanager
-    def stream_context(stream: Any) -> Iterator[None]:
-        if stream is None:
-            yield
-            return
-        before = current_stream()
-        torch.cuda.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(before)
 
     def mem_get_info(device: object = None) -> tuple[int, int]:
         return gpu.memory.free, gpu.memory.total
@@ -77,7 +80,8 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: SimulatedGpu | None = None, **
         "memory_allocated": lambda device=None: gpu.memory.allocated,
         "memory_reserved": lambda device=None: gpu.memory.reserved,
         "memory_stats": lambda device=None: gpu.memory.stats(),
-        "stream": stream_context,
+        "StreamContext": StreamContext,
+        "stream": StreamContext,
         "synchronize": gpu.synchronize,
     }
     for name, value in cuda.items():
@@ -90,7 +94,12 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: SimulatedGpu | None = None, **
         for name in names:
             monkeypatch.setattr(importlib.import_module(module), name, cuda[name])
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    for name, value in {
+        "_host_emptyCache": lambda: None,
+        "_cuda_endAllocateToPool": lambda device, pool: gpu.memory.end_recording(tuple(pool)),
+        "_cuda_releasePool": lambda device, pool: gpu.memory.release(tuple(pool)),
+    }.items():
+        monkeypatch.setattr(torch._C, name, value, raising=False)
     for name, value in {
         "current_stream": current_stream,
         "empty_cache": gpu.empty_cache,
