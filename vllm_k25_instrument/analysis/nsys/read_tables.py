@@ -35,6 +35,7 @@ NODE_TABLES: Final = ("CUDA_GRAPH_NODE_EVENTS", "CUDA_GRAPH_EVENTS")
 _LONGEST_NS: Final = 24 * 3_600 * 10**9
 _EARLIEST_NS: Final = -(1 << 61)
 _LATEST_NS: Final = 1 << 61
+_NEVER: Final = -(1 << 62)
 
 _RANGE_TYPES: Final = (59, 60, 70, 71)
 """Push/pop and start/end ranges of NVTX and of its extension: NvtxPushPopRange and so on in ENUM_NSYS_EVENT_TYPE."""
@@ -137,9 +138,9 @@ class TableReader:
     def host_ranges(self) -> tuple[HostRanges, list[Text]]:
         """NVTX ranges, and the marks. A name stands in the row, or, registered, in the string table.
 
-        Open ranges come with an end of `UNKNOWN`.
+        The end of an open range means nothing yet.
         """
-        wanted = {"end": UNKNOWN, "eventType": _RANGE_TYPES[0], "globalTid": UNKNOWN, "textId": NO_NAME, "domainId": 0}
+        wanted = {"end": _NEVER, "eventType": _RANGE_TYPES[0], "globalTid": UNKNOWN, "textId": NO_NAME, "domainId": 0}
         rows = self._rows(NVTX_TABLE, ("start",), wanted, text="text")
         written = np.array([self._names.code_of(text) for text in rows.texts], np.int64)
         name = written[rows.text] if len(written) else _empty()
@@ -150,7 +151,7 @@ class TableReader:
         marks = self._marks(rows, name, named & ((kind == _MARK_TYPE) | (kind == _DOMAIN_TYPE)))
         is_range = np.isin(kind, _RANGE_TYPES)
         # Before the column could be NULL, 0 or -1 meant none.
-        is_open = ((end == UNKNOWN) | (end == 0)) & (start > end)
+        is_open = (end == _NEVER) | (((end == 0) | (end == -1)) & (start > end))
         possible = _in_reach(start) & ((_in_reach(end) & (end >= start)) | is_open)
         self._skip(NVTX_TABLE, int((is_range & ~(possible & named)).sum()))
         ranges = HostRanges(start, end, thread, process_of(thread), name, is_open.astype(np.int64))
