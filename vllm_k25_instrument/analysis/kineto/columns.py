@@ -1,0 +1,297 @@
+"""Rows turned into columns of integers as they come, so that no row outlives its batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_k25_instrument.analysis.capture import ActivityKind, Int32, Int64
+from vllm_k25_instrument.analysis.kineto.rows import MISSING, NO_TIME, ROLES, Args, Batch, Role, Row
+
+BAD_DURATION: Final = -1
+
+_MAX_US: Final = 9e15
+_KINDS: Final = {
+    Role.KERNEL: ActivityKind.KERNEL,
+    Role.MEMCPY: ActivityKind.MEMCPY,
+    Role.MEMSET: ActivityKind.MEMSET,
+}
+# Phases of rows that are no intervals: metadata, instants, flows, counters, asynchronous and object events.
+_NO_INTERVAL: Final = frozenset("MiIRstfCbneNODaSTpF(),vVc")
+
+
+class Interned:
+    """Values numbered in the order in which they are first seen."""
+
+    def __init__(self) -> None:
+        self._index: dict[Any, int] = {}
+
+    def numbers(self, values: Iterable[Any], count: int) -> Int32:
+        """The numbers of `count` values."""
+        index = self._index
+        seen = index.setdefault
+        return np.fromiter((seen(value, len(index)) for value in values), np.int32, count)
+
+    @property
+    def values(self) -> list[Any]:
+        """The values; their positions are their numbers."""
+        return list(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
+class Table:
+    """Columns of one kind of row, gathered batch by batch."""
+
+    def __init__(self, **dtypes: type) -> None:
+        self._dtypes = dtypes
+        self._parts: dict[str, list[NDArray[Any]]] = {name: [] for name in dtypes}
+        self._length = 0
+
+    def append(self, **columns: NDArray[Any]) -> None:
+        """One batch: an array for every column, all of one length."""
+        for name, dtype in self._dtypes.items():
+            self._parts[name].append(columns[name].astype(dtype, copy=False))
+        self._length += len(columns[next(iter(self._dtypes))])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def column(self, name: str) -> NDArray[Any]:
+        """The whole column."""
+        parts = self._parts[name]
+        if len(parts) > 1:
+            parts[:] = [np.concatenate(parts)]
+        return parts[0] if parts else np.empty(0, self._dtypes[name])
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Rows that were left out, by reason."""
+
+    no_category: int = 0
+    no_time: int = 0
+    no_args: int = 0
+    no_object: int = 0
+    broken: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.no_category + self.no_time + self.no_args + self.no_object + self.broken
+
+    def reasons(self) -> str:
+        """The reasons in words, the counts with them."""
+        words = {
+            "without a category": self.no_category,
+            "without ts or dur": self.no_time,
+            "without args": self.no_args,
+            "that are no objects": self.no_object,
+            "that are broken JSON": self.broken,
+        }
+        return ", ".join(f"{count} {reason}" for reason, count in words.items() if count)
+
+
+@dataclass(slots=True)
+class Section:
+    """What one container of events (an object with `traceEvents`, or a bare array) holds."""
+
+    parent: Section | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    has_events: bool = False
+    rows: int = 0
+    names: Interned = field(default_factory=Interned)
+    pids: Interned = field(default_factory=Interned)
+    tids: Interned = field(default_factory=Interned)
+    process_names: dict[int | str, list[str]] = field(default_factory=dict)
+    skipped: Skipped = field(default_factory=Skipped)
+    gpu: Table = field(
+        default_factory=lambda: Table(
+            start=np.int64,
+            duration=np.int64,
+            kind=np.int8,
+            name=np.int32,
+            pid=np.int32,
+            tid=np.int32,
+            device=np.int64,
+            stream=np.int64,
+            correlation=np.int64,
+            external=np.int64,
+            bytes=np.int64,
+            mark=np.int32,
+        )
+    )
+    calls: Table = field(
+        default_factory=lambda: Table(
+            start=np.int64,
+            duration=np.int64,
+            name=np.int32,
+            pid=np.int32,
+            tid=np.int32,
+            correlation=np.int64,
+            external=np.int64,
+        )
+    )
+    host: Table = field(
+        default_factory=lambda: Table(
+            start=np.int64,
+            duration=np.int64,
+            name=np.int32,
+            pid=np.int32,
+            tid=np.int32,
+            external=np.int64,
+            operator=np.bool_,
+        )
+    )
+
+    def metadatum(self, key: str) -> Any:
+        """A value of the container or, where it has none, of the one around it."""
+        section: Section | None = self
+        while section is not None:
+            if key in section.metadata:
+                return section.metadata[key]
+            section = section.parent
+        return None
+
+    def add(self, batch: Batch) -> None:
+        """Take the rows of one batch."""
+        self.rows += len(batch.rows)
+        self.skipped.no_object += batch.skipped
+        by_role: dict[Role, list[Row]] = {role: [] for role in Role}
+        unnamed: list[Row] = []
+        roles = ROLES
+        for row in batch.rows:
+            if row.cat is None:
+                unnamed.append(row)
+            else:
+                by_role[roles[row.cat]].append(row)
+        self._add_unnamed(unnamed)
+        for role, kind in _KINDS.items():
+            if by_role[role]:
+                self._add_gpu(by_role[role], kind, batch.ts_is_ns)
+        if by_role[Role.LAUNCH]:
+            self._add_calls(by_role[Role.LAUNCH], batch.ts_is_ns)
+        for role in (Role.OPERATOR, Role.ANNOTATION):
+            if by_role[role]:
+                self._add_host(by_role[role], role is Role.OPERATOR, batch.ts_is_ns)
+
+    def _add_unnamed(self, rows: list[Row]) -> None:
+        for row in rows:
+            if row.ph == "M":
+                if row.pid is not None and row.args is not None:
+                    said = self.process_names.setdefault(row.pid, [])
+                    if row.name == "process_name" and row.args.name is not None:
+                        said.append(row.args.name)
+                    elif row.name == "process_labels" and row.args.labels is not None:
+                        said.append(row.args.labels)
+            elif row.ph is None or row.ph not in _NO_INTERVAL:
+                self.skipped.no_category += 1
+
+    def _add_gpu(self, rows: list[Row], kind: ActivityKind, ts_is_ns: bool) -> None:
+        timed = [row for row in rows if row.ts is not None and row.dur is not None]
+        self.skipped.no_time += len(rows) - len(timed)
+        whole = [row for row in timed if row.args is not None]
+        self.skipped.no_args += len(timed) - len(whole)
+        count = len(whole)
+        if not count:
+            return
+        args = [row.args for row in whole]
+        self.gpu.append(
+            **self._common(whole, ts_is_ns),
+            kind=np.full(count, kind, np.int8),
+            device=_integers(args, _DEVICE),
+            stream=_integers(args, _STREAM),
+            correlation=_integers(args, _CORRELATION),
+            external=_integers(args, _EXTERNAL),
+            bytes=np.zeros(count, np.int64) if kind is ActivityKind.KERNEL else _integers(args, _BYTES),
+            mark=self._marks(args),
+        )
+
+    def _add_calls(self, rows: list[Row], ts_is_ns: bool) -> None:
+        timed = [row for row in rows if row.ts is not None]
+        self.skipped.no_time += len(rows) - len(timed)
+        if not timed:
+            return
+        for row in timed:
+            if row.dur is None:
+                row.dur = 0.0
+        args: list[Any] = [row.args or _NO_ARGS for row in timed]
+        self.calls.append(
+            **self._common(timed, ts_is_ns),
+            correlation=_integers(args, _CORRELATION),
+            external=_integers(args, _EXTERNAL),
+        )
+
+    def _add_host(self, rows: list[Row], operators: bool, ts_is_ns: bool) -> None:
+        timed = [row for row in rows if row.ts is not None and row.dur is not None]
+        # Begin and end rows ("B", "E") have no duration: Kineto writes none, and nothing here pairs them.
+        self.skipped.no_time += len(rows) - len(timed)
+        if not timed:
+            return
+        args: list[Any] = [row.args or _NO_ARGS for row in timed]
+        self.host.append(
+            **self._common(timed, ts_is_ns),
+            external=_integers(args, _EXTERNAL),
+            operator=np.full(len(timed), operators),
+        )
+
+    def _common(self, rows: list[Row], ts_is_ns: bool) -> dict[str, NDArray[Any]]:
+        count = len(rows)
+        duration_us = np.fromiter(map(_DUR, rows), np.float64, count)
+        return {
+            "start": (
+                np.fromiter(map(_TS, rows), np.int64, count)
+                if ts_is_ns
+                else ns_of_float_us(np.fromiter(map(_TS, rows), np.float64, count))
+            ),
+            "duration": np.where(duration_us < 0, BAD_DURATION, ns_of_float_us(duration_us)),
+            "name": self.names.numbers(map(_NAME, rows), count),
+            "pid": self.pids.numbers(map(_PID, rows), count),
+            "tid": self.tids.numbers(map(_TID, rows), count),
+        }
+
+    def _marks(self, args: Sequence[Args | None]) -> Int32:
+        """Numbers of the names that graph-node annotations give; -1 where there is none."""
+        marks = [a.annotation or a.mark for a in args if a is not None]
+        if not any(marks):
+            return np.full(len(marks), MISSING, np.int32)
+        numbers = self.names.numbers((mark or "" for mark in marks), len(marks))
+        return np.where(np.array([bool(mark) for mark in marks]), numbers, MISSING).astype(np.int32)
+
+
+_NO_ARGS: Final = Args()
+_TS: Final = operator.attrgetter("ts")
+_DUR: Final = operator.attrgetter("dur")
+_NAME: Final = operator.attrgetter("name")
+_PID: Final = operator.attrgetter("pid")
+_TID: Final = operator.attrgetter("tid")
+_DEVICE: Final = operator.attrgetter("device")
+_STREAM: Final = operator.attrgetter("stream")
+_CORRELATION: Final = operator.attrgetter("correlation")
+_EXTERNAL: Final = operator.attrgetter("external")
+_BYTES: Final = operator.attrgetter("bytes")
+
+
+def _integers(args: Sequence[Any], field_of: Callable[[Any], Any]) -> Int64:
+    return np.fromiter(map(field_of, args), np.int64, len(args))
+
+
+def ns_of_float_us(us: NDArray[np.float64]) -> Int64:
+    """Nanoseconds of microseconds held in doubles: exact to the ns below 2**43 us, clipped at what 64 bits hold.
+
+    The whole and the fractional part are scaled apart, since their product with 1000 rounds where they are together.
+    """
+    whole = np.floor(np.clip(us, -_MAX_US, _MAX_US))
+    fraction = np.where(np.abs(us) < _MAX_US, us - whole, 0.0)
+    return whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
+
+
+def is_no_time(start: Int64) -> NDArray[np.bool_]:
+    """Where a start is no number."""
+    return start == NO_TIME
