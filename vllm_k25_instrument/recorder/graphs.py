@@ -170,6 +170,8 @@ class TimedGraphs:
             logger.exception("K25: the twin of %s could not be captured", descriptor)
             self._recorder.end_graph()
             self._device.instrumenting = False
+            # A forward that broke off has left work on side streams that nothing waits for.
+            torch.cuda.synchronize()
             return False
         return True
 
@@ -289,12 +291,21 @@ def _timed_graph_class(graphs: TimedGraphs) -> type:
         ranges: list[OpenRange] = []  # noqa: RUF012 (replaced when the capture ends)
 
         def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-            super().capture_begin(*args, **kwargs)
+            self.shared_pool = args[0] if args else kwargs.get("pool")
+            try:
+                super().capture_begin(*args, **kwargs)
+            except Exception:
+                _stop_allocating_to(self.shared_pool)
+                raise
             graphs.begin_capture(self)
 
         def capture_end(self) -> None:
             graphs.end_capture(self)
-            super().capture_end()
+            try:
+                super().capture_end()
+            except Exception:
+                _stop_allocating_to(self.shared_pool)
+                raise
 
         def replay(self) -> None:
             super().replay()
@@ -304,6 +315,17 @@ def _timed_graph_class(graphs: TimedGraphs) -> type:
                 logger.exception("K25: error after the replay of an instrumented graph; vLLM is not affected")
 
     return TimedGraph
+
+
+def _stop_allocating_to(pool: Any) -> None:
+    """PyTorch leaves its allocator recording to the pool of a capture that failed.
+
+    The pool is vLLM's, and vLLM's next capture into it would be refused ("already recording to mempool_id").
+    """
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None and pool is not None:
+        with contextlib.suppress(RuntimeError):  # it was not recording, and that is what we want
+            end(torch.cuda.current_device(), pool)
 
 
 def all_ranks_agree(ok: bool) -> bool:
