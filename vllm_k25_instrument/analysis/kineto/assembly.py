@@ -208,7 +208,9 @@ class SectionAssembly:
             return {p: int(r) for p, r in zip(processes, named, strict=True) if r is not None}, ()
         devices = {process: device for process, device in reversed(keys)}
         if len(set(devices.values())) == len(processes):
-            message = f"{self._path}: the ranks of its {len(processes)} processes are not named: device numbers stand in"
+            message = (
+                f"{self._path}: the ranks of its {len(processes)} processes are not named: device numbers stand in"
+            )
             return devices, (Note(NoteCode.RANK_UNKNOWN, message, len(processes)),)
         message = f"{self._path}: the ranks of its {len(processes)} processes are not named: analyse one file per rank"
         return dict.fromkeys(processes, NO_RANK), (Note(NoteCode.RANK_UNKNOWN, message, len(processes)),)
@@ -405,7 +407,9 @@ class SectionAssembly:
         own_start = self._section.gpu.column("start")[rows[marked[first]]]
         added = {
             "start_ns": np.where(launched, launches.start_ns[at], own_start) if len(launches) else own_start,
-            "duration_ns": np.where(launched, launches.duration_ns[at], 0) if len(launches) else np.zeros_like(own_start),
+            "duration_ns": np.where(launched, launches.duration_ns[at], 0)
+            if len(launches)
+            else np.zeros_like(own_start),
             "name": pairs[1],
             "thread": np.where(launched, launches.thread[at], 0) if len(launches) else np.zeros_like(own_start),
             "parent": annotation[marked[first]],

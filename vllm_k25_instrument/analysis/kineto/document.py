@@ -118,7 +118,9 @@ class Document:
             window.position += 3
         first = window.peek()
         if first not in b"{[":
-            raise CaptureError(self.path, "is empty" if first < 0 else "is not JSON", "a torch.profiler trace is needed")
+            raise CaptureError(
+                self.path, "is empty" if first < 0 else "is not JSON", "a torch.profiler trace is needed"
+            )
         try:
             while (byte := window.peek()) >= 0:
                 if byte == ord("{"):

@@ -86,9 +86,7 @@ class Ranges:
 def _parents(start: Int64, duration: Int64, thread: Int64) -> Int32:
     parents: list[int] = []
     stacks: dict[int, list[tuple[int, int]]] = {}
-    for index, (begin, length, on) in enumerate(
-        zip(start.tolist(), duration.tolist(), thread.tolist(), strict=True)
-    ):
+    for index, (begin, length, on) in enumerate(zip(start.tolist(), duration.tolist(), thread.tolist(), strict=True)):
         stack = stacks.setdefault(on, [])
         while stack and stack[-1][0] <= begin:
             stack.pop()
