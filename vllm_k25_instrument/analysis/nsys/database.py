@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_k25_instrument.analysis.capture import CaptureError, Int64
+from vllm_k25_instrument.analysis.nsys.packing import Extent, Packing, pack, unpacked
 
 MAGIC: Final = b"SQLite format 3\0"
 EXPORT_AGAIN: Final = "export it again with `nsys export --type sqlite`"
@@ -29,6 +30,10 @@ EXPORT_AGAIN: Final = "export it again with `nsys export --type sqlite`"
 _CHUNK: Final = 1 << 16
 _SMALLEST_ROW: Final = 4
 """Bytes. No row is stored in fewer; more rows than that can hold come out of a damaged page that points at itself."""
+
+_STEPS: Final = 16
+"""Of SQLite's virtual machine per row, beside those for what is asked of it."""
+_STEPS_BETWEEN_CHECKS: Final = 100_000
 
 _NO_INTEGER: Final = -(1 << 63)
 """Stands for NULL and anything else that is no integer. As a time it would be impossible anyway."""
@@ -80,7 +85,7 @@ class Database:
         self.path = path
         self.damaged: list[str] = []
         self._connection = connection
-        self._size = size
+        self._row_limit = size // _SMALLEST_ROW + 1
         self._share = share
         self._advance = advance
         self._tables = self._look_up_tables()
@@ -110,38 +115,37 @@ class Database:
             self.damaged.append(f"table {table.name} has no column {missing[0]}")
             return _no_rows((*needed, *wanted))
         present = [column for column in wanted if column in table]
-        names = (*needed, *present)
-        defaults = (*(_NO_INTEGER for _ in needed), *(wanted[column] for column in present))
-        expressions = [
-            f"CASE WHEN typeof({column})='integer' THEN {column} ELSE {default} END"
-            for column, default in zip(map(table.quoted, names), defaults, strict=True)
-        ]
+        defaults = {**dict.fromkeys(needed, _NO_INTEGER), **{column: wanted[column] for column in present}}
+        packing = self._packing(table, defaults)
+        expressions = packing.sql
+        width = len(expressions)
         if text:
             expressions.append(table.quoted(text) if text in table else "NULL")
-        blocks: list[list[NDArray[Any]]] = []
+        blocks: list[list[Int64]] = []
         interned = _Interned()
         texts: list[Int64] = []
         weight = self._weight(table)
         for chunk in self._chunks(f"SELECT {', '.join(expressions)} FROM {_quote(table.name)}", table):  # noqa: S608
             if text:
                 *integers, words = zip(*chunk, strict=True)
-                blocks.append([_narrow(np.array(column, np.int64)) for column in integers])
+                blocks.append([np.array(column, np.int64) for column in integers])
                 texts.append(np.fromiter(map(interned.__getitem__, words), np.int64, len(words)))
             else:
-                block = np.fromiter(chain.from_iterable(chunk), np.int64, len(chunk) * len(names))
-                blocks.append([_narrow(column) for column in block.reshape(-1, len(names)).T])
+                block = np.fromiter(chain.from_iterable(chunk), np.int64, len(chunk) * width).reshape(-1, width)
+                blocks.append([column.copy() for column in block.T])
             self._advance(int(weight * len(chunk)))
-        columns = {name: _joined([block[index] for block in blocks]) for index, name in enumerate(names)}
+        packed = [_joined([block[index] for block in blocks]) for index in range(width)]
+        columns = packing.unpack(packed)
+        count = len(packed[0])
+        columns.update({column: np.full(count, wanted[column], np.int64) for column in wanted if column not in columns})
         text_column = _joined(texts)
-        usable = np.ones(len(columns[names[0]]), np.bool_)
+        usable = np.ones(count, np.bool_)
         for column in needed:
             usable &= columns[column] != _NO_INTEGER
-        skipped = int((~usable).sum())
+        skipped = count - int(usable.sum())
         if skipped:
             columns = {name: column[usable] for name, column in columns.items()}
             text_column = text_column[usable] if text else text_column
-        count = int(usable.sum())
-        columns.update({column: np.full(count, wanted[column], np.int64) for column in wanted if column not in columns})
         return Rows(columns, tuple(interned), text_column, skipped)
 
     def pairs(self, table: Table, first: str, second: str) -> list[tuple[Any, Any]]:
@@ -161,9 +165,54 @@ class Database:
             found.extend(row for chunk in self._chunks(sql, table) for row in chunk)
         return found
 
+    def _packing(self, table: Table, defaults: Mapping[str, int]) -> Packing:
+        """How to fetch these columns with few integers a row.
+
+        Where a column holds anything but integers and NULL, every value is asked for its type, at twice the time; where
+        the table is damaged, each column travels alone.
+        """
+        columns = [(table.quoted(name), default) for name, default in defaults.items()]
+        # Numbers sort before texts, so these three tell a column of integers; a real in between makes the sum real.
+        asked = ", ".join(f"min({column}), max({column}), count({column})" for column, _ in columns)
+        total = "+".join(f"ifnull({column},0)" for column, _ in columns)
+        found = self._one_row(table, f"{asked}, min(typeof({total})), max(typeof({total})), count(*)")
+        if found is None:
+            return unpacked((name, _careful(*column)) for name, column in zip(defaults, columns, strict=True))
+        *asked_for, first_type, last_type, rows = found
+        extents = []
+        for name, (column, default), least, greatest, count in zip(
+            defaults, columns, asked_for[::3], asked_for[1::3], asked_for[2::3], strict=True
+        ):
+            values = [*([least, greatest] if count else []), *([default] if count < rows else [])]
+            if not all(isinstance(value, int) for value in values):
+                break
+            sql = column if count == rows else f"ifnull({column},{default})"
+            extents.append(Extent(name, sql, min(values, default=0), max(values, default=0)))
+        if len(extents) == len(columns) and first_type in (b"integer", None) and last_type in (b"integer", None):
+            return pack(extents)
+        careful = [_careful(column, default) for column, default in columns]
+        found = self._one_row(table, ", ".join(f"min({sql}), max({sql})" for sql in careful))
+        if found is None:
+            return unpacked(zip(defaults, careful, strict=True))
+        return pack(map(Extent, defaults, careful, found[::2], found[1::2]))
+
+    def _one_row(self, table: Table, expressions: str) -> Sequence[Any] | None:
+        """Aggregates over a table; None where it cannot be read to its end, or has none: a page may point at itself."""
+        limit = self._row_limit * (_STEPS + 2 * expressions.count("(")) // _STEPS_BETWEEN_CHECKS + 1
+        checks = iter(range(limit))
+        try:
+            self._connection.set_progress_handler(lambda: next(checks, None) is None, _STEPS_BETWEEN_CHECKS)
+            found: Sequence[Any] = self._connection.execute(
+                f"SELECT {expressions} FROM {_quote(table.name)}"  # noqa: S608
+            ).fetchone()
+        except (sqlite3.Error, OverflowError):
+            return None
+        finally:
+            self._connection.set_progress_handler(None, 0)
+        return found
+
     def _chunks(self, sql: str, table: Table) -> Iterator[list[tuple[Any, ...]]]:
         """The rows of a query, many at a time. Damage ends them, after the last row that can be read."""
-        limit = self._size // _SMALLEST_ROW + 1
         done = 0
         try:
             cursor = self._connection.execute(sql)
@@ -180,7 +229,7 @@ class Database:
             if chunk:
                 yield chunk
             done += len(chunk)
-            if done > limit:
+            if done > self._row_limit:
                 self.damaged.append(f"table {table.name} repeats itself")
                 return
             if len(chunk) < _CHUNK:
@@ -288,11 +337,9 @@ class _Interned(dict[Any, int]):
         return number
 
 
-def _narrow(column: Int64) -> NDArray[Any]:
-    """A compact copy: most columns of an export fit 32 bits."""
-    if len(column) and column.min() >= -(1 << 31) and column.max() < 1 << 31:
-        return column.astype(np.int32)
-    return column.copy()
+def _careful(column: str, default: int) -> str:
+    """A column's value where it is an integer."""
+    return f"CASE WHEN typeof({column})='integer' THEN {column} ELSE {default} END"
 
 
 def _joined(parts: Sequence[NDArray[Any]]) -> Int64:

@@ -45,7 +45,7 @@ class Work:
 
     def only(self, rows: Chosen) -> Work:
         """These rows of it."""
-        return Work(*(getattr(self, field)[rows] for field in self.__slots__))
+        return self if _is_all(rows) else Work(*(getattr(self, field)[rows] for field in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Calls:
 
     def only(self, rows: Chosen) -> Calls:
         """These rows of it."""
-        return Calls(*(getattr(self, field)[rows] for field in self.__slots__))
+        return self if _is_all(rows) else Calls(*(getattr(self, field)[rows] for field in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class HostRanges:
 
     def only(self, rows: Chosen) -> HostRanges:
         """These rows of it."""
-        return HostRanges(*(getattr(self, field)[rows] for field in self.__slots__))
+        return self if _is_all(rows) else HostRanges(*(getattr(self, field)[rows] for field in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class NodeEvents:
 
     def only(self, rows: Chosen) -> NodeEvents:
         """These rows of it."""
-        return NodeEvents(*(getattr(self, field)[rows] for field in self.__slots__))
+        return self if _is_all(rows) else NodeEvents(*(getattr(self, field)[rows] for field in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,11 @@ class Tables:
         ends = [self.work.end_ns[good], self.calls.end_ns, self.ranges.end_ns[self.ranges.is_open == 0]]
         ends.append(self.ranges.start_ns)
         return max((int(each.max()) for each in ends if len(each)), default=0)
+
+
+def _is_all(rows: Chosen) -> bool:
+    """Whether a mask leaves nothing out: most exports are of one process, and copying a million rows takes time."""
+    return rows.dtype == np.bool_ and bool(rows.all())
 
 
 def pid_of(process: int) -> int:
