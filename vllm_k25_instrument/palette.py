@@ -36,7 +36,12 @@ CATEGORY_COLORS: Final[dict[Category, str]] = {
 
 
 def category_color(name: str) -> str:
-    """``#rrggbb`` of a category's name; the colour of `other` where the name is not in the closed set."""
+    """``#rrggbb`` of a category's name; the colour of `other` where the name is not in the closed set.
+
+    A trace calls ``idle`` what live sources call `unattributed`.
+    """
+    if name == "idle":
+        return CATEGORY_COLORS[Category.UNATTRIBUTED]
     try:
         return CATEGORY_COLORS[Category(name)]
     except ValueError:

@@ -71,7 +71,9 @@ _SGLANG_PHASES: Final = {
 }
 
 
-def _of_requests(context: int, generation: int) -> Phase:
+def _of_requests(context: int, generation: int) -> Phase | None:
+    if not context and not generation:
+        return None
     if context and generation:
         return Phase.MIXED
     return Phase.PREFILL if context else Phase.DECODE

@@ -14,6 +14,7 @@ from typing import Any, Final
 from vllm_k25_instrument.model import BATCH_LABELS, GRAPH_MODES, PHASES, Category, StepSample
 from vllm_k25_instrument.report.caveats import Caveat, CaveatCode, by_rank, format_ranks, is_complete
 from vllm_k25_instrument.report.digest import CategoryTime, GroupKey, StepDigest, digest_step
+from vllm_k25_instrument.report.gpu import GpuFindings
 
 SCHEMA: Final = "vllm_k25.breakdown/1"
 
@@ -96,6 +97,8 @@ class Breakdown:
     ranks_expected: int
     groups: tuple[Group, ...]
     caveats: tuple[Caveat, ...] = ()
+    gpu: GpuFindings | None = None
+    """What traces tell beyond that; None for rings."""
 
     @property
     def complete(self) -> bool:
@@ -127,10 +130,10 @@ class Breakdown:
             "schema": SCHEMA,
             "source": str(self.source),
             "complete": self.complete,
-            "warnings": [{"code": str(caveat.code), "message": caveat.message} for caveat in self.caveats],
+            "warnings": [caveat.to_json_dict() for caveat in self.caveats],
             "ranks": {"found": list(self.ranks_found), "expected": self.ranks_expected},
             "groups": [group.to_json_dict() for group in self.groups],
-        }
+        } | ({} if self.gpu is None else self.gpu.to_json_dict())
 
 
 _CATEGORY_ORDER: Final = {str(category): place for place, category in enumerate(Category)}
@@ -142,8 +145,12 @@ def category_order(name: str) -> tuple[int, str]:
 
 
 def group_order(key: GroupKey) -> tuple[int, int, int]:
-    """Sort key of groups: decode first, then by batch, then by graph mode."""
-    return PHASES.index(key.phase), BATCH_LABELS.index(key.batch), GRAPH_MODES.index(key.graph_mode)
+    """Sort key of groups: decode first, then by batch, then by graph mode; what is unknown comes last."""
+    return _place(PHASES, key.phase), _place(BATCH_LABELS, key.batch), _place(GRAPH_MODES, key.graph_mode)
+
+
+def _place(known: Sequence[str], value: str) -> int:
+    return known.index(value) if value in known else len(known)
 
 
 class _GroupSum:

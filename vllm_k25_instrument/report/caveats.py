@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 
 class CaveatCode(StrEnum):
@@ -25,6 +25,28 @@ class CaveatCode(StrEnum):
     HOOK_NEVER_FIRED = "hook_never_fired"
     HOOK_ERRORS = "hook_errors"
     STREAMS_OVERLAP = "streams_overlap"
+    # From files: the same codes as ``analysis.capture.NoteCode``.
+    INVALID_ENCODING = "invalid_encoding"
+    TRUNCATED = "truncated"
+    BAD_TIMESTAMPS = "bad_timestamps"
+    UNRELIABLE = "unreliable"
+    ROWS_SKIPPED = "rows_skipped"
+    NO_GPU_EVENTS = "no_gpu_events"
+    LAUNCHES_WITHOUT_KERNELS = "launches_without_kernels"
+    GRAPH_LEVEL_TRACE = "graph_level_trace"
+    STEPS_INFERRED = "steps_inferred"
+    STEPS_CUT_OFF = "steps_cut_off"
+    NO_NVTX = "no_nvtx"
+    OPEN_RANGES = "open_ranges"
+    GRAPH_NODES_UNMAPPED = "graph_nodes_unmapped"
+    UNNAMED_KERNELS = "unnamed_kernels"
+    MISSING_TABLE = "missing_table"
+    RANK_UNKNOWN = "rank_unknown"
+    FOOTER_MISMATCH = "footer_mismatch"
+    NAMES_CUT = "names_cut"
+    CLOCKS_NOT_COMMON = "clocks_not_common"
+    FILE_UNREADABLE = "file_unreadable"
+    FILES_SET_ASIDE = "files_set_aside"
 
 
 INCOMPLETE_CODES: Final = frozenset(
@@ -38,6 +60,13 @@ INCOMPLETE_CODES: Final = frozenset(
         CaveatCode.RING_UNREADABLE,
         CaveatCode.SAMPLES_CORRUPTED,
         CaveatCode.SAMPLES_INCOMPLETE,
+        CaveatCode.TRUNCATED,
+        CaveatCode.UNRELIABLE,
+        CaveatCode.NO_GPU_EVENTS,
+        CaveatCode.LAUNCHES_WITHOUT_KERNELS,
+        CaveatCode.GRAPH_LEVEL_TRACE,
+        CaveatCode.FOOTER_MISMATCH,
+        CaveatCode.FILE_UNREADABLE,
     }
 )
 """With one of these a breakdown is not complete: data that should be there is not, or cannot be trusted."""
@@ -45,10 +74,15 @@ INCOMPLETE_CODES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Caveat:
-    """One warning: a code for programs, a sentence with the remedy for people."""
+    """One warning: a code for programs, a sentence with the remedy for people, a count where it is countable."""
 
     code: CaveatCode
     message: str
+    count: int = 0
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """One entry of the document's ``warnings``; without a count where there is none."""
+        return {"code": str(self.code), "message": self.message} | ({"count": self.count} if self.count else {})
 
 
 def is_complete(caveats: Iterable[Caveat]) -> bool:

@@ -10,11 +10,11 @@ from vllm_k25_instrument.model import Category, GraphMode, Phase, StepSample, ba
 
 
 class GroupKey(NamedTuple):
-    """Steps that are comparable: same phase, same `batch` label, same graph mode."""
+    """Steps that are comparable: same phase, same `batch` label, same graph mode; ``unknown`` where nothing says."""
 
-    phase: Phase
+    phase: Phase | str
     batch: str
-    graph_mode: GraphMode
+    graph_mode: GraphMode | str
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from vllm_k25_instrument.model import BATCH_BUCKETS, INF_BUCKET
+from vllm_k25_instrument.report.gpu import UNKNOWN
 
 ABSENT: Final = "-"
 """Where there is nothing to show: never a zero."""
@@ -20,6 +21,11 @@ def milliseconds(ns: float) -> str:
     return f"{ns / 1_000_000:,.2f}"
 
 
+def milliseconds3(ns: float) -> str:
+    """``191.450`` (ms): the whole of a capture, to the microsecond."""
+    return f"{ns / 1_000_000:,.3f}"
+
+
 def percent(share: float) -> str:
     """``51.5`` (%), of a share from 0 to 1."""
     return f"{100 * share:.1f}"
@@ -32,6 +38,8 @@ def calls(count: float) -> str:
 
 def batch_text(label: str) -> str:
     """What a `batch` label stands for: ``64`` -> ``17-64 requests``."""
+    if label == UNKNOWN:
+        return "number of requests unknown"
     if label == INF_BUCKET:
         return f"more than {BATCH_BUCKETS[-1]} requests"
     upper = int(label)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -14,11 +15,11 @@ from vllm_k25_instrument.palette import category_color
 from vllm_k25_instrument.report.breakdown import Breakdown
 from vllm_k25_instrument.report.caveats import Caveat
 from vllm_k25_instrument.report.figures import ABSENT, calls, microseconds, percent
+from vllm_k25_instrument.report.gpu import GpuFindings
 from vllm_k25_instrument.report.rings import Report
+from vllm_k25_instrument.report.sheets import sheets, step_count_text
 from vllm_k25_instrument.report.subject import Subject
-from vllm_k25_instrument.report.view import FEW_RANKS, Cell, GroupView, Row, StepRow, group_views
-
-SHARE_NOTE = "% is of the step's duration and uses exclusive time: per rank it adds up to 100 with unattributed."
+from vllm_k25_instrument.report.view import FEW_RANKS, LIVE_TERMS, Cell, GroupView, Row, StepRow, group_views
 
 _WITHOUT_LIMIT = 10_000
 
@@ -32,12 +33,20 @@ class ReportTable:
         self._per_rank = per_rank
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield subject_header(self._report.subject, self._report.breakdown)
-        for view in group_views(self._report.breakdown, self._report.slowest):
+        findings = self._report.breakdown.gpu
+        if findings is None:
+            yield subject_header(self._report.subject, self._report.breakdown)
+        else:
+            yield trace_header(self._report.subject, self._report.breakdown, findings)
+        views = group_views(self._report.breakdown, self._report.slowest)
+        for view in views:
             yield Text()
             yield GroupTable(view, per_rank=self._per_rank)
-        yield Text()
-        yield Text(SHARE_NOTE, style="dim")
+        if views or findings is None:
+            yield Text()
+            yield Text((views[0].terms if views else LIVE_TERMS).share_note, style="dim")
+        if findings is not None:
+            yield from _findings(findings)
 
 
 class GroupTable:
@@ -94,14 +103,47 @@ def subject_header(subject: Subject, breakdown: Breakdown) -> RenderableType:
     return Group(*lines)
 
 
+def trace_header(subject: Subject, breakdown: Breakdown, findings: GpuFindings) -> RenderableType:
+    """Two lines: the files, and how much is in them."""
+    found, expected = len(breakdown.ranks_found), breakdown.ranks_expected
+    state = Text.assemble(
+        (f"{found} of {expected} ranks found", "" if found == expected else "bold red"),
+        " · ",
+        "a table: totals only" if findings.table_rows else step_count_text(findings.ranks),
+    )
+    if not breakdown.complete:
+        state.append(" · INCOMPLETE, see the warnings", style="bold red")
+    return Group(Text(f"{breakdown.source} · {subject.instance}", style="bold"), state)
+
+
+def _findings(findings: GpuFindings) -> Iterator[RenderableType]:
+    """Why sums and step times differ, then the sheets."""
+    if findings.words:
+        yield Text()
+        yield Text("In words", style="bold")
+    for sentence in findings.words:
+        yield Padding(Text(sentence), (0, 0, 0, 1))
+    for sheet in sheets(findings):
+        yield Text()
+        yield Text(sheet.title, style="bold")
+        if sheet.caption:
+            yield Text(f" {sheet.caption}", style="dim")
+        table = _table(sheet.head[0])
+        for head in sheet.head[1:]:
+            _figure(table, head)
+        for line in sheet.lines:
+            table.add_row(_name(line.name, line.category), *line.cells)
+        yield table
+
+
 def caveat_lines(caveats: Sequence[Caveat]) -> list[Text]:
     """One line per warning."""
     return [Text.assemble(("warning ", "bold yellow"), (f"[{c.code}] ", "dim"), c.message) for c in caveats]
 
 
-def _table() -> Table:
+def _table(first: str = "category") -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), header_style="dim", show_edge=False)
-    table.add_column("category", no_wrap=True, min_width=20)
+    table.add_column(first, no_wrap=first != "kernel", overflow="fold", min_width=20)
     return table
 
 
@@ -109,13 +151,15 @@ def _figure(table: Table, header: str) -> None:
     table.add_column(header, justify="right", no_wrap=True)
 
 
-def _name(name: str) -> Text:
-    return Text.assemble(("■ ", category_color(name)), name)
+def _name(name: str, category: str | None = None) -> Text:
+    if category == "":
+        return Text(name)
+    return Text.assemble(("■ ", category_color(category or name)), name)
 
 
 def _rank_header(view: GroupView, rank: int) -> str:
     mark = " ◀" if view.slowest.rank == rank else ""
-    return f"rank {rank}{mark}\nexclusive\nµs/step"
+    return f"rank {rank}{mark}\n{view.terms.own}\nµs/step"
 
 
 def _rank_table(view: GroupView, ranks: Sequence[int]) -> Table:
@@ -123,7 +167,7 @@ def _rank_table(view: GroupView, ranks: Sequence[int]) -> Table:
     for rank in ranks:
         _figure(table, _rank_header(view, rank))
         _figure(table, "\n% of\nstep")
-    _figure(table, f"{'mean' if len(view.ranks) > 1 else ''}\ninclusive\nµs/step")
+    _figure(table, f"{'mean' if len(view.ranks) > 1 else ''}\n{view.terms.whole}\nµs/step")
     _figure(table, "\ncalls\n/step")
     _figure(table, "\nµs\n/call")
     for row in view.rows:
@@ -138,12 +182,12 @@ def _rank_table(view: GroupView, ranks: Sequence[int]) -> Table:
 def _spread_table(view: GroupView, *, spread: bool = True) -> Table:
     """Mean over the ranks, and with `spread` the least and the most of them and where that is."""
     table = _table()
-    between = ("exclusive\nmin\nµs/step", "over ranks\nmax\nµs/step", "\nmax at\nrank") if spread else ()
+    between = (f"{view.terms.own}\nmin\nµs/step", "over ranks\nmax\nµs/step", "\nmax at\nrank") if spread else ()
     for header in (
-        "mean\nexclusive\nµs/step",
+        f"mean\n{view.terms.own}\nµs/step",
         "\n% of\nstep",
         *between,
-        "mean\ninclusive\nµs/step",
+        f"mean\n{view.terms.whole}\nµs/step",
         "\ncalls\n/step",
         "\nµs\n/call",
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_k25_instrument.model import Category
 from vllm_k25_instrument.report.breakdown import Breakdown, Group, StepTimes, category_order
@@ -14,6 +14,35 @@ from vllm_k25_instrument.report.slowest import SlowestRank
 
 FEW_RANKS = 4
 """Up to this many ranks a table has a column for each; beyond, their mean and their spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a source calls its times. `step` is what a percentage is of."""
+
+    own: str
+    whole: str
+    rest: str
+    steps: str
+    share_note: str
+
+
+LIVE_TERMS = Terms(
+    own="exclusive",
+    whole="inclusive",
+    rest=str(Category.UNATTRIBUTED),
+    steps="sampled ",
+    share_note="% is of the step's duration and uses exclusive time: per rank it adds up to 100 with unattributed.",
+)
+
+TRACE_TERMS = Terms(
+    own="exposed",
+    whole="sum",
+    rest="idle",
+    steps="",
+    share_note="% is of the step's span on the GPU and uses exposed time (each instant given to one kernel, compute "
+    "first): per rank it adds up to 100 with idle. Sums count what overlaps twice, and are never a share.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +75,8 @@ class Row:
     highest_ns: float
     highest_rank: int
 
-    @property
-    def measured(self) -> bool:
-        """False for what is left over, which has no calls."""
-        return self.name != Category.UNATTRIBUTED
+    measured: bool = True
+    """False for what is left over, which has no calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +113,7 @@ class GroupView:
     rows: tuple[Row, ...]
     step_rows: tuple[StepRow, ...]
     slowest: SlowestRank
+    terms: Terms = LIVE_TERMS
 
     @property
     def title(self) -> str:
@@ -94,12 +122,12 @@ class GroupView:
 
     @property
     def subtitle(self) -> str:
-        """``17-64 requests · 771 sampled steps on each of ranks 0-7``."""
+        """``17-64 requests · 771 sampled steps on each of ranks 0-7``; nobody sampled the steps of a trace."""
         counts = sorted(set(self.steps.values()))
         number = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
         noun = "step" if counts == [1] else "steps"
         each = "each of " if len(self.ranks) > 1 else ""
-        return f"{batch_text(self.key.batch)} · {number} sampled {noun} on {each}{format_ranks(self.ranks)}"
+        return f"{batch_text(self.key.batch)} · {number} {self.terms.steps}{noun} on {each}{format_ranks(self.ranks)}"
 
     @property
     def step_mean_ns(self) -> float:
@@ -112,10 +140,11 @@ def group_views(breakdown: Breakdown, slowest: Mapping[GroupKey, SlowestRank] | 
     by_key: dict[GroupKey, list[Group]] = {}
     for group in breakdown.groups:
         by_key.setdefault(group.key, []).append(group)
-    return [_group_view(key, groups, (slowest or {}).get(key, SlowestRank())) for key, groups in by_key.items()]
+    terms = LIVE_TERMS if breakdown.gpu is None else TRACE_TERMS
+    return [_group_view(key, groups, (slowest or {}).get(key, SlowestRank()), terms) for key, groups in by_key.items()]
 
 
-def _group_view(key: GroupKey, groups: list[Group], slowest: SlowestRank) -> GroupView:
+def _group_view(key: GroupKey, groups: list[Group], slowest: SlowestRank, terms: Terms) -> GroupView:
     names = sorted({name for group in groups for name in group.categories}, key=category_order)
     step_mean = sum(group.step_sum_ns / group.steps for group in groups) / len(groups)
     rows = [
@@ -123,7 +152,7 @@ def _group_view(key: GroupKey, groups: list[Group], slowest: SlowestRank) -> Gro
         for name in names
     ]
     rest = {g.rank: _per_step(g, g.unattributed_ns) for g in groups}
-    rows.append(_row(str(Category.UNATTRIBUTED), rest, groups, step_mean))
+    rows.append(replace(_row(terms.rest, rest, groups, step_mean), measured=False))
     return GroupView(
         key=key,
         ranks=tuple(group.rank for group in groups),
@@ -133,6 +162,7 @@ def _group_view(key: GroupKey, groups: list[Group], slowest: SlowestRank) -> Gro
             StepRow(name, {group.rank: figure(group.step_ns) for group in groups}) for name, figure in _STEP_FIGURES
         ),
         slowest=slowest,
+        terms=terms,
     )
 
 
