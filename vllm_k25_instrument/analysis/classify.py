@@ -41,6 +41,11 @@ class Explanation:
     cut: bool
     matched: dict[str, str]
 
+    @property
+    def rule_hit(self) -> bool:
+        """Whether any rule speaks for the verdict."""
+        return self.verdict.rule != NO_RULE
+
 
 class Classifier:
     """Applies rules in their order. Verdicts are remembered, so a second question costs a look-up.
@@ -119,7 +124,7 @@ class Classifier:
         )
 
     def _tells(self, entry: str) -> bool:
-        """Whether any rule listens to this context. Most (``execute_context_3(12)…``) say nothing, each in its own words."""
+        """Whether any rule listens to this context: most do not, and would make a key of each step."""
         tells = self._telling.get(entry)
         if tells is None:
             if len(self._telling) >= MAX_REMEMBERED:

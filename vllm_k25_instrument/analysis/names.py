@@ -1,7 +1,7 @@
 """Kernel names as profilers print them, brought into one readable form for the classifier's rules.
 
-A profiler prints a kernel demangled (``void ns::kernel<4, Functor>(int, Functor)``), mangled (``_ZN2ns6kernelILi4E…``, usual on
-ROCm), short (``kernel``), or cut (``void ns::kernel<4, at...``). Rules see the same words in all four.
+A profiler prints a kernel demangled (``void ns::kernel<4, Functor>(int, Functor)``), mangled (``_ZN2ns6kernelILi4E…``,
+usual on ROCm), short (``kernel``), or cut (``void ns::kernel<4, at...``). Rules see the same words in all four.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-MAX_NAME: Final = 16_384
+MAX_NAME: Final = 8_192
 """Characters of a name that are looked at. Real ones reach 6,000; the bound keeps damaged files from costing time."""
 
 _ANONYMOUS = re.compile(
@@ -77,7 +77,7 @@ class KernelName:
 
 
 def take_apart(name: str, spelling: Spelling) -> KernelName:
-    """Split a kernel's name of any of the four forms. Never raises: text that is no name is a function without arguments."""
+    """Split a kernel's name of any of the four forms. Never raises: what is no name is a function without arguments."""
     text = name[:MAX_NAME].strip()
     cut = len(name) > MAX_NAME or _CUT.search(text) is not None
     text = _SUFFIX.sub("", _CUT.sub("", text))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,7 +108,7 @@ class _Reader:
         self._path = path
         self._lines = text.splitlines()
         headers = [n for n, line in enumerate(self._lines) if re.match(r"\s*\[\[\s*rule\s*\]\]", line)]
-        self._spans = list(zip(headers, [*headers[1:], len(self._lines)], strict=True))
+        self._spans = list(pairwise([*headers, len(self._lines)]))
 
     def read(self, tables: Mapping[str, Any]) -> RuleSet:
         for key in tables:
@@ -120,7 +121,7 @@ class _Reader:
         seen: set[str] = set()
         for index, rule in enumerate(rules):
             if rule.id in seen:
-                raise self._error(f"two rules have the id {rule.id!r}", index, rule.id)
+                raise self._error(f"two rules have the id {rule.id!r}", index, "id")
             seen.add(rule.id)
         return RuleSet(rules, dict(self._spelling(tables.get("spelling", {}))))
 
@@ -206,4 +207,3 @@ class _Reader:
 
 def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
-
