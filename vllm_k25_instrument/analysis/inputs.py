@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from vllm_k25_instrument.analysis.capture import CaptureError, Source
-from vllm_k25_instrument.analysis.kineto.blocks import GZIP_MAGIC, Blocks
 from vllm_k25_instrument.analysis.key_averages import MARK
+from vllm_k25_instrument.analysis.kineto.blocks import GZIP_MAGIC, Blocks
 from vllm_k25_instrument.ring import MAGIC as RING_MAGIC
 
 _SQLITE_MAGIC: Final = b"SQLite format 3\0"
@@ -39,7 +39,7 @@ _KNOWN: Final = "expected a torch.profiler trace, a key_averages table, an nsys 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A file and what it is. With `needs_export` it is an nsys report that ``nsys export`` must turn into SQLite first."""
+    """A file and what it is. With `needs_export` it is an nsys report, to be turned into SQLite by ``nsys export``."""
 
     path: Path
     kind: Source
@@ -83,9 +83,9 @@ def _inside(directory: Path, ignored: list[Path] | None) -> Iterator[Input]:
             yield one
 
 
-def _natural(path: Path) -> Sequence[tuple[bool, int | str]]:
+def _natural(path: Path) -> list[tuple[int, str]]:
     """Sorts rank 2 before rank 10."""
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", str(path))]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", str(path))]
 
 
 def recognise(path: Path) -> Input:

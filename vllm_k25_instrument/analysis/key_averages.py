@@ -1,7 +1,7 @@
 """``key_averages().table()`` of torch.profiler, as vLLM writes it to ``profiler_out_N.txt`` or into its log.
 
-The table repeats the same GPU time in several rows: an annotation, an operator, its NCCL wrapper and the kernel. Only kernels
-(and copies and fills) are counted, which is what the table's own footer adds up.
+The table repeats the same GPU time in several rows: an annotation, an operator, its NCCL wrapper and the kernel. Only
+kernels (and copies and fills) are counted, which is what the table's own footer adds up.
 """
 
 from __future__ import annotations
@@ -280,8 +280,8 @@ def _kernel_table(path: Path, tables: list[_Table], rank: int, damage: str, bad_
         notes.append(
             Note(
                 NoteCode.TRUNCATED,
-                f"{path}: the table is cut off{f' ({damage})' if damage else ''}: {len(work)} rows of GPU work recovered, "
-                "profile again",
+                f"{path}: the table is cut off{f' ({damage})' if damage else ''}: {len(work)} rows of GPU work "
+                "recovered, profile again",
                 len(work),
             )
         )
@@ -314,8 +314,8 @@ def _kernel_table(path: Path, tables: list[_Table], rank: int, damage: str, bad_
         notes.append(
             Note(
                 NoteCode.FOOTER_MISMATCH,
-                f"{path}: kernels, copies and fills add up to {total / 1e6:.3f} ms, the footer says {footer / 1e6:.3f} ms: "
-                f"{why}; analyse the trace instead",
+                f"{path}: kernels, copies and fills add up to {total / 1e6:.3f} ms, the footer says "
+                f"{footer / 1e6:.3f} ms: {why}; analyse the trace instead",
                 abs(missed),
             )
         )

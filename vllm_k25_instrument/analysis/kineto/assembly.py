@@ -81,7 +81,7 @@ class SectionAssembly:
 
     def captures(self) -> list[Capture]:
         """The captures, by process and device; one without activities where the section has no GPU work."""
-        gpu, calls, host = self._section.gpu, self._section.calls, self._section.host
+        calls, host = self._section.calls, self._section.host
         # (process, device) -> rows of the GPU table. A process is a number of `self._pids`, or NO_OWNER.
         shares: dict[tuple[int, int], NDArray[np.int64]] = {}
         call_pid, host_pid = calls.column("pid"), host.column("pid")
@@ -89,7 +89,7 @@ class SectionAssembly:
         with_calls = np.unique(call_pid[launching]) if launching.any() else np.unique(call_pid)
         candidates = with_calls if len(with_calls) else np.unique(host_pid)
         devices = self._devices()
-        for realm in sorted({self._pids[pid].realm for pid in gpu.column("pid")} if len(gpu) else ()):
+        for realm in sorted({realm for realm, _, _ in devices}):
             processes = [int(p) for p in candidates if self._pids[p].realm == realm]
             mine = [key for key in devices if key[0] == realm]
             self._share(shares, [(key[2], devices[key]) for key in mine], processes)
@@ -120,11 +120,14 @@ class SectionAssembly:
         numbers = np.array([p.number for p in self._pids], np.int64)
         device = np.where(device == MISSING, numbers[pid], device)
         found: dict[tuple[str, int, int], NDArray[np.int64]] = {}
-        pairs, inverse = np.unique(np.stack([pid.astype(np.int64), device]), axis=1, return_inverse=True)
-        inverse = inverse.reshape(-1)
-        for index in range(pairs.shape[1]):
-            process, on = int(pairs[0, index]), int(pairs[1, index])
-            found[self._pids[process].realm, process, on] = np.flatnonzero(inverse == index)
+        for process in np.flatnonzero(np.bincount(pid)):
+            rows = np.flatnonzero(pid == process)
+            on_rows = device[rows]
+            only = on_rows[0] if (on_rows == on_rows[0]).all() else None  # as in almost every trace
+            for on in np.unique(on_rows) if only is None else (only,):
+                found[self._pids[process].realm, int(process), int(on)] = (
+                    rows if only is not None else rows[on_rows == on]
+                )
         return found
 
     def _share(
@@ -206,7 +209,7 @@ class SectionAssembly:
             return {processes[0]: NO_RANK}, ()
         if None not in named and len(set(named)) == len(named):
             return {p: int(r) for p, r in zip(processes, named, strict=True) if r is not None}, ()
-        devices = {process: device for process, device in reversed(keys)}
+        devices = dict(reversed(keys))
         if len(set(devices.values())) == len(processes):
             message = (
                 f"{self._path}: the ranks of its {len(processes)} processes are not named: device numbers stand in"
@@ -306,8 +309,8 @@ class SectionAssembly:
             notes.append(
                 Note(
                     NoteCode.BAD_TIMESTAMPS,
-                    f"{self._path}: {bad} of {len(rows)} rows of GPU work have impossible times (zero, negative or absurd): "
-                    "left out of all sums",
+                    f"{self._path}: {bad} of {len(rows)} rows of GPU work have impossible times (zero, negative or "
+                    "absurd): left out of all sums",
                     bad,
                 )
             )
@@ -406,14 +409,19 @@ class SectionAssembly:
         at = np.maximum(pairs[0], 0)
         own_start = self._section.gpu.column("start")[rows[marked[first]]]
         added = {
-            "start_ns": np.where(launched, launches.start_ns[at], own_start) if len(launches) else own_start,
-            "duration_ns": np.where(launched, launches.duration_ns[at], 0)
-            if len(launches)
-            else np.zeros_like(own_start),
+            "start_ns": own_start,
+            "duration_ns": np.zeros_like(own_start),
             "name": pairs[1],
-            "thread": np.where(launched, launches.thread[at], 0) if len(launches) else np.zeros_like(own_start),
+            "thread": np.zeros_like(own_start),
             "parent": annotation[marked[first]],
         }
+        if len(launches):
+            for name, column in (
+                ("start_ns", launches.start_ns),
+                ("duration_ns", launches.duration_ns),
+                ("thread", launches.thread),
+            ):
+                added[name] = np.where(launched, column[at], added[name])
         had = len(columns["start_ns"])
         annotation = annotation.copy()
         annotation[marked] = had + inverse
@@ -456,8 +464,8 @@ class SectionAssembly:
             notes.append(
                 Note(
                     NoteCode.RANK_UNKNOWN,
-                    f"{self._path}: {self._shared} rows of GPU work could belong to either of two processes that share a "
-                    "device and its correlation ids: analyse one file per rank",
+                    f"{self._path}: {self._shared} rows of GPU work could belong to either of two processes that "
+                    "share a device and its correlation ids: analyse one file per rank",
                     self._shared,
                 )
             )
@@ -465,8 +473,8 @@ class SectionAssembly:
             notes.append(
                 Note(
                     NoteCode.RANK_UNKNOWN,
-                    f"{self._path}: processes and devices match in every respect, and were paired in the order of their "
-                    "numbers: analyse one file per rank",
+                    f"{self._path}: processes and devices match in every respect, and were paired in the order of "
+                    "their numbers: analyse one file per rank",
                 )
             )
         kernels = int((activities.kind == ActivityKind.KERNEL).sum())
@@ -477,8 +485,8 @@ class SectionAssembly:
             notes.append(
                 Note(
                     NoteCode.LAUNCHES_WITHOUT_KERNELS,
-                    f"{self._path}: {count} launches but 0 kernels: GPU tracing was not active (another CUPTI client such "
-                    "as nsys?): profile with torch.profiler alone",
+                    f"{self._path}: {count} launches but 0 kernels: GPU tracing was not active (another CUPTI client "
+                    "such as nsys?): profile with torch.profiler alone",
                     count,
                 )
             )
@@ -507,7 +515,8 @@ def _covers(ranges: Ranges, index: Int32, when: Int64) -> NDArray[np.bool_]:
     if not len(ranges):
         return np.zeros(len(index), np.bool_)
     at = np.maximum(index, 0)
-    return (ranges.start[at] <= when) & (when < ranges.start[at] + ranges.duration[at])
+    covered: NDArray[np.bool_] = (ranges.start[at] <= when) & (when < ranges.start[at] + ranges.duration[at])
+    return covered
 
 
 def _thread_ids(values: list[Any]) -> Int64:

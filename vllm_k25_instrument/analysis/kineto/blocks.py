@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import IO, Any, Final
 from vllm_k25_instrument.analysis.capture import CaptureError
 
 try:  # Three times as fast as zlib; the reader works without it.
-    from isal import isal_zlib as _inflate
+    _inflate: Any = importlib.import_module("isal.isal_zlib")
 except ImportError:  # pragma: no cover
     _inflate = zlib
+
+_ERRORS: Final[tuple[type[Exception], ...]] = (zlib.error, _inflate.error)
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
 
@@ -86,15 +89,13 @@ class Blocks:
             started = True
             try:
                 piece = member.decompress(data, _STEP_BYTES)
-            except (zlib.error, _inflate.error) as error:
+            except _ERRORS as error:
                 self.damage = f"damaged gzip stream ({error})"
                 return
             if piece:
                 yield piece
             if not member.eof:
                 data = member.unconsumed_tail or self._take(file, _READ_BYTES)
-                if not data and len(piece) == _STEP_BYTES:
-                    data = b""
                 continue
             # Between members there may be padding; anything else that is no gzip header ends the content.
             data = member.unused_data.lstrip(b"\0")

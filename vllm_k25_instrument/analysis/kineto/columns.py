@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_k25_instrument.analysis.capture import ActivityKind, Int32, Int64
-from vllm_k25_instrument.analysis.kineto.rows import MISSING, NO_TIME, ROLES, Args, Batch, Role, Row
+from vllm_k25_instrument.analysis.kineto.rows import MISSING, ROLES, Args, Batch, Category, Role, Row
 
 BAD_DURATION: Final = -1
 
@@ -29,13 +31,11 @@ class Interned:
     """Values numbered in the order in which they are first seen."""
 
     def __init__(self) -> None:
-        self._index: dict[Any, int] = {}
+        self._index: defaultdict[Any, int] = defaultdict(itertools.count().__next__)
 
     def numbers(self, values: Iterable[Any], count: int) -> Int32:
         """The numbers of `count` values."""
-        index = self._index
-        seen = index.setdefault
-        return np.fromiter((seen(value, len(index)) for value in values), np.int32, count)
+        return np.fromiter(map(self._index.__getitem__, values), np.int32, count)
 
     @property
     def values(self) -> list[Any]:
@@ -165,12 +165,10 @@ class Section:
         self.skipped.no_object += batch.skipped
         by_role: dict[Role, list[Row]] = {role: [] for role in Role}
         unnamed: list[Row] = []
-        roles = ROLES
+        by_category: dict[Category | None, list[Row]] = {cat: by_role[role] for cat, role in ROLES.items()}
+        by_category[None] = unnamed
         for row in batch.rows:
-            if row.cat is None:
-                unnamed.append(row)
-            else:
-                by_role[roles[row.cat]].append(row)
+            by_category[row.cat].append(row)
         self._add_unnamed(unnamed)
         for role, kind in _KINDS.items():
             if by_role[role]:
@@ -289,9 +287,5 @@ def ns_of_float_us(us: NDArray[np.float64]) -> Int64:
     """
     whole = np.floor(np.clip(us, -_MAX_US, _MAX_US))
     fraction = np.where(np.abs(us) < _MAX_US, us - whole, 0.0)
-    return whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
-
-
-def is_no_time(start: Int64) -> NDArray[np.bool_]:
-    """Where a start is no number."""
-    return start == NO_TIME
+    ns: Int64 = whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
+    return ns

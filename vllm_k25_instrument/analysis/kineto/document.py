@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from vllm_k25_instrument.analysis.capture import CaptureError
 from vllm_k25_instrument.analysis.kineto.columns import Section
-from vllm_k25_instrument.analysis.kineto.rows import Encoding, Malformed, RowDecoder
+from vllm_k25_instrument.analysis.kineto.rows import Encoding, MalformedError, RowDecoder
 
 CHUNK_BYTES: Final = 4 << 20
 
@@ -35,16 +35,17 @@ _SEAM: Final = re.compile(rb"\}\s*,\s*(?=\{)")
 _ROW_SEAM: Final = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|cat|name|pid|tid|ts|dur|args|id|bp|s)"\s*:)')
 
 _KEPT: Final = frozenset({"distributedInfo", "baseTimeNanoseconds"})
+_NEEDED: Final = "a torch.profiler trace is needed"
 _EVENTS: Final = "traceEvents"
 _EVENTS_KEY: Final = b'"traceEvents"'
 _EVENTS_ARRAY: Final = re.compile(rb'"traceEvents"\s*:\s*\[')
 
 
-class _EndOfInput(Exception):
+class _EndOfInputError(Exception):
     """The input ends inside a container."""
 
 
-class _Damaged(Exception):
+class _DamagedError(Exception):
     """The JSON around the events cannot be followed further."""
 
 
@@ -97,8 +98,8 @@ class Window:
 class Document:
     """A trace, read from its blocks into sections.
 
-    After `read`: `sections` (those with events first come first), `damage` ("" or why the trace is not whole), `encoding`.
-    Raises CaptureError for what is no JSON, holds no events, or nests deeper than any trace.
+    After `read`: `sections`, `damage` ("" or why the trace is not whole), `encoding`. `read` raises CaptureError for
+    what is no JSON, holds no events, or nests deeper than any trace.
     """
 
     def __init__(self, path: Path, blocks: Iterator[bytes]) -> None:
@@ -118,9 +119,7 @@ class Document:
             window.position += 3
         first = window.peek()
         if first not in b"{[":
-            raise CaptureError(
-                self.path, "is empty" if first < 0 else "is not JSON", "a torch.profiler trace is needed"
-            )
+            raise CaptureError(self.path, "is empty" if first < 0 else "is not JSON", _NEEDED)
         try:
             while (byte := window.peek()) >= 0:
                 if byte == ord("{"):
@@ -130,14 +129,14 @@ class Document:
                 else:
                     self.damage = f"something else follows the JSON at byte {window.offset}"
                     break
-        except _EndOfInput:
+        except _EndOfInputError:
             self.damage = "the JSON ends in the middle"
-        except _Damaged as error:
+        except _DamagedError as error:
             self.damage = str(error)
         if not any(section.has_events for section in self.sections):
             if self.damage:
                 raise CaptureError(self.path, f"no events could be read ({self.damage})", "profile again")
-            raise CaptureError(self.path, "is JSON without traceEvents", "a torch.profiler trace is needed")
+            raise CaptureError(self.path, "is JSON without traceEvents", _NEEDED)
 
     # --- containers --------------------------------------------------------------------------------------
 
@@ -153,13 +152,13 @@ class Document:
                 window.position += 1
                 return
             if byte < 0:
-                raise _EndOfInput
+                raise _EndOfInputError
             if byte != ord('"'):
                 self._resume_at_events()
                 continue
             try:
                 key = self._string()
-            except (_Damaged, _EndOfInput):
+            except (_DamagedError, _EndOfInputError):
                 self._resume_at_events()
                 continue
             if window.peek() == ord(":"):
@@ -171,7 +170,7 @@ class Document:
         window = self._window
         byte = window.peek()
         if byte < 0:
-            raise _EndOfInput
+            raise _EndOfInputError
         if key == _EVENTS and byte == ord("["):
             self._events(section, depth + 1)
             return
@@ -201,7 +200,7 @@ class Document:
         window.position += 1
         while (byte := window.peek()) != ord("]"):
             if byte < 0:
-                raise _EndOfInput
+                raise _EndOfInputError
             if byte == ord("{"):
                 self._object(parent, depth + 1)
             elif byte == ord("["):
@@ -230,7 +229,7 @@ class Document:
 
     def _check_depth(self, depth: int) -> None:
         if depth > _MAX_DEPTH:
-            raise CaptureError(self.path, f"nests deeper than {_MAX_DEPTH} levels", "a torch.profiler trace is needed")
+            raise CaptureError(self.path, f"nests deeper than {_MAX_DEPTH} levels", _NEEDED)
 
     def _small_value(self) -> bytes | None:
         """The text of the container at the position, consumed; None (not consumed) for one that may hold events."""
@@ -252,9 +251,9 @@ class Document:
                 window.position = match.end()
                 return str(_loads(match[0]) or "")
             if len(window.data) - window.position > _MAX_STRING:
-                raise _Damaged(f"a string without end at byte {window.offset}")
+                raise _DamagedError(f"a string without end at byte {window.offset}")
             if not window.more():
-                raise _EndOfInput
+                raise _EndOfInputError
 
     def _scalar(self) -> bytes:
         window = self._window
@@ -283,7 +282,7 @@ class Document:
                 return
             window.position = max(window.position, len(window.data) - 256)
             if not window.more():
-                raise _Damaged(self.damage)
+                raise _DamagedError(self.damage)
 
     # --- events ------------------------------------------------------------------------------------------
 
@@ -301,7 +300,7 @@ class Document:
                 window.position += 1
                 return
             elif byte < 0:
-                raise _EndOfInput
+                raise _EndOfInputError
             elif byte == ord("["):
                 self._events(section, depth + 1)
             elif byte == ord("}"):
@@ -314,11 +313,10 @@ class Document:
                 section.skipped.no_object += 1
 
     def _stray_string(self, section: Section) -> None:
-        window = self._window
         section.skipped.no_object += 1
         try:
             self._string()
-        except _Damaged:
+        except _DamagedError:
             self._resync(section)
 
     def _batch(self, section: Section, size: int) -> int:
@@ -330,7 +328,7 @@ class Document:
         while cut > start:
             try:
                 batch = self._decode(start, cut)
-            except Malformed as error:
+            except MalformedError as error:
                 if error.offset < 0:
                     break
                 # The offset counts from the bracket put before `start`. Everything up to the element there is sound.
@@ -351,7 +349,7 @@ class Document:
         return max(_MIN_CHUNK, size if cut <= start else size // 2)
 
     def _decode(self, start: int, cut: int) -> Any:
-        """The rows in [start, cut) of the window, where an element begins at `start`. Raises Malformed."""
+        """The rows in [start, cut) of the window, where an element begins at `start`. Raises MalformedError."""
         window = self._window
         data = window.data
         before = data[start - 1]
@@ -377,11 +375,9 @@ class Document:
             span = _TAIL
             while True:
                 low = max(start, end - span)
-                last = None
-                for last in pattern.finditer(data, low, end):
-                    pass
-                if last is not None:
-                    return last.start() + 1
+                seams = [seam.start() for seam in pattern.finditer(data, low, end)]
+                if seams:
+                    return seams[-1] + 1
                 if low == start:
                     break
                 span *= 16
@@ -401,9 +397,9 @@ class Document:
             self._scanned += (end if end > 0 else len(window.data)) - window.position
             if end > 0 and self._take(section, end):
                 return
-            if end < 0 and window.ended and len(window.data) - window.position < _MAX_ROW:
-                if _ROW_SEAM.search(window.data, window.position) is None:
-                    raise _EndOfInput
+            at_end = window.ended and len(window.data) - window.position < _MAX_ROW
+            if end < 0 and at_end and _ROW_SEAM.search(window.data, window.position) is None:
+                raise _EndOfInputError
         section.skipped.broken += 1
         self._resync(section)
 
@@ -411,7 +407,7 @@ class Document:
         window = self._window
         try:
             batch = self._decoder.one(bytes(window.data[window.position : end]), window.offset)
-        except Malformed:
+        except MalformedError:
             return False
         section.add(batch)
         window.position = end
@@ -427,7 +423,7 @@ class Document:
                 return
             window.position = max(window.position + 1, len(window.data) - 256)
             if window.ended or not window.more():
-                raise _EndOfInput
+                raise _EndOfInputError
 
     def _element_end(self, limit: int) -> int:
         """One past the end of the container at the position; -1 where it does not end within `limit` bytes."""

@@ -1,8 +1,8 @@
 """Whose work a GPU does: the process behind each device of a trace, which matters once traces are merged.
 
 A trace of one process needs no thought. In a merged file several processes launch work, and correlation ids count from
-one in each: an id alone says nothing. SGLang's merger marks each process id with its rank (``[TP03] 1234``); where nothing
-is marked, a device belongs to the process whose launches its kernels match best, in number, then in time.
+one in each: an id alone says nothing. SGLang's merger marks each process id with its rank (``[TP03] 1234``); where
+nothing is marked, a device belongs to the process whose launches its kernels match best, in number, then in time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def coordinates(text: str) -> dict[str, int]:
 
 
 def global_ranks(found: list[dict[str, int]]) -> list[int | None]:
-    """Global ranks of processes with these coordinates, counted as vLLM does: data-, then pipeline-, then tensor-parallel.
+    """Global ranks of processes with these coordinates, tensor-parallel rank fastest, as vLLM counts them.
 
     The sizes of the groups are taken from the coordinates themselves. None where a process names none, or where two
     processes would get one rank.
@@ -81,8 +81,8 @@ class Owners:
 def match_devices(devices: list[Work], processes: list[Work]) -> Owners:
     """Which process drives which device, each process at most one while others are free.
 
-    A pair scores by how many of the device's kernels find a launch in the process; then by how many of those start after
-    that launch; then by the median time between the two. Pairs that tie in all are taken in the order of the file.
+    A pair scores by how many of the device's kernels find a launch in the process; then by how many of those start
+    after that launch; then by the median time between the two. Pairs that tie in all are taken in the file's order.
     """
     if not processes:
         return Owners([NO_OWNER] * len(devices), guessed=False)

@@ -149,7 +149,7 @@ class Batch:
     """Elements that are no objects."""
 
 
-class Malformed(Exception):
+class MalformedError(Exception):
     """Bytes that are no JSON array of rows. `offset`: of the offending byte, -1 where it is not known."""
 
     def __init__(self, offset: int = -1, trailing: bool = False) -> None:
@@ -213,7 +213,7 @@ class RowDecoder:
         self._absolute = False
 
     def many(self, array: memoryview, origin: int) -> Batch:
-        """The rows of a JSON array. `origin`: its offset in the inflated file. Raises Malformed."""
+        """The rows of a JSON array. `origin`: its offset in the inflated file. Raises MalformedError."""
         data: memoryview | bytes = array
         try:
             return self._typed(data)
@@ -223,9 +223,9 @@ class RowDecoder:
             message = str(error)
             match = _OFFSET.search(message)
             if match is not None:
-                raise Malformed(int(match[1]), trailing="trailing characters" in message) from error
+                raise MalformedError(int(match[1]), trailing="trailing characters" in message) from error
             if "UTF-8" not in message:
-                raise Malformed from error
+                raise MalformedError from error
             data = self._decodable(bytes(array), origin)
             try:
                 return self._typed(data)
@@ -234,7 +234,7 @@ class RowDecoder:
         return self._loose(bytes(data), origin)
 
     def one(self, element: bytes, origin: int) -> Batch:
-        """The row that is one JSON object, escapes repaired where needed. Raises Malformed."""
+        """The row that is one JSON object, escapes repaired where needed. Raises MalformedError."""
         array = b"[" + element + b"]"
         try:
             return self._typed(array)
@@ -243,7 +243,7 @@ class RowDecoder:
         array = self._decodable(array, origin)
         try:
             return self._loose(array, origin)
-        except Malformed:
+        except MalformedError:
             repaired = _ESCAPE.sub(lambda m: m[0] if m[1] else rb"\\", array)
             if repaired == array:
                 raise
@@ -279,7 +279,7 @@ class RowDecoder:
             # Numbers with a point stay text: their digits count.
             elements = json.loads(array, parse_float=str, parse_constant=str, strict=False)
         except (ValueError, RecursionError) as error:
-            raise Malformed from error
+            raise MalformedError from error
         batch = Batch([], ts_is_ns=True)
         for element in elements:
             if isinstance(element, dict):
