@@ -27,6 +27,8 @@ from vllm_k25_instrument.analysis.nsys.packing import Extent, Packing, pack, unp
 MAGIC: Final = b"SQLite format 3\0"
 EXPORT_AGAIN: Final = "export it again with `nsys export --type sqlite`"
 
+_HEADER_BYTES: Final = 100
+
 _CHUNK: Final = 1 << 16
 _SMALLEST_ROW: Final = 4
 """Bytes. No row is stored in fewer; more rows than that can hold come out of a damaged page that points at itself."""
@@ -294,13 +296,15 @@ def open_database(source: Path, path: Path, share: int, advance: Callable[[int],
             actual = source.resolve(strict=True)
             size = actual.stat().st_size + sum(leftover.stat().st_size for leftover in _leftovers(actual))
             with actual.open("rb") as file:
-                head = file.read(len(MAGIC))
+                head = file.read(_HEADER_BYTES)
         except OSError as error:
             raise CaptureError(path, f"cannot be read ({error.strerror or error})") from error
-        if head != MAGIC:
+        if not head.startswith(MAGIC):
             raise CaptureError(path, "no SQLite database", EXPORT_AGAIN)
         leftovers = _leftovers(actual)
         damaged = [f"{leftover.name} was left behind" for leftover in leftovers if leftover.name.endswith("-journal")]
+        if missing := _missing_bytes(head, actual.stat().st_size):
+            damaged.append(f"{missing} bytes of its end are missing")
         uri = f"{actual.as_uri()}?mode=ro&immutable=1"
         if leftovers:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-k25-nsys-")))
@@ -315,7 +319,9 @@ def open_database(source: Path, path: Path, share: int, advance: Callable[[int],
             stack.callback(connection.close)
             # Decoding a million names costs more than reading them; only those in use are decoded.
             connection.text_factory = bytes
-            for setting in ("query_only=ON", "trusted_schema=OFF", "cell_size_check=ON", "temp_store=MEMORY"):
+            # A writable schema is for reading here: without it SQLite refuses all of a file whose end is missing.
+            settings = ("writable_schema=ON", "query_only=ON", "trusted_schema=OFF", "cell_size_check=ON")
+            for setting in (*settings, "temp_store=MEMORY"):
                 connection.execute(f"PRAGMA {setting}")
         except sqlite3.Error as error:
             raise CaptureError(path, f"damaged SQLite database ({one_line(error)})", EXPORT_AGAIN) from error
@@ -349,6 +355,14 @@ def _joined(parts: Sequence[NDArray[Any]]) -> Int64:
 def _no_rows(columns: Sequence[str]) -> Rows:
     empty = np.zeros(0, np.int64)
     return Rows(dict.fromkeys(columns, empty), (), empty)
+
+
+def _missing_bytes(head: bytes, size: int) -> int:
+    """Bytes that the header speaks of and the file lacks (https://www.sqlite.org/fileformat.html, 1.3)."""
+    if len(head) < _HEADER_BYTES or head[24:28] != head[92:96]:
+        return 0
+    page = int.from_bytes(head[16:18]) or 1 << 16
+    return max(0, (1 << 16 if page == 1 else page) * int.from_bytes(head[28:32]) - size)
 
 
 def _leftovers(database: Path) -> list[Path]:
