@@ -263,6 +263,11 @@ def _no_steps(capture: Capture, marked: Steps | None) -> Steps:
     else:
         why = f"{len(marked)} steps are annotated, but no GPU work was launched inside them on their thread"
     nothing = np.zeros(0, np.int64)
+    note = Note(
+        NoteCode.NO_STEPS,
+        f"{capture.path}: no steps found ({why}): only totals of the whole capture are given; capture with vLLM's step "
+        "annotations, or with K25_INSTRUMENT=1",
+    )
     return Steps(
         kind=None,
         annotation=np.zeros(0, np.int32),
@@ -273,11 +278,5 @@ def _no_steps(capture: Capture, marked: Steps | None) -> Steps:
         cut_off=np.zeros(0, np.bool_),
         of_activity=np.full(len(capture.activities), NO_STEP, np.int32),
         of_launch=np.full(len(capture.launches), NO_STEP, np.int32),
-        notes=(
-            Note(
-                NoteCode.NO_STEPS,
-                f"{capture.path}: no steps found ({why}): only totals of the whole capture are given; capture with "
-                "vLLM's step annotations, or with K25_INSTRUMENT=1",
-            ),
-        ),
+        notes=(note,) if len(capture.activities) else (),  # without GPU work there is something else to say
     )

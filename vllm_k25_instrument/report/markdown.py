@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vllm_k25_instrument.report.figures import ABSENT, calls, microseconds, percent
+from vllm_k25_instrument.report.gpu import GpuFindings
 from vllm_k25_instrument.report.rings import Report
-from vllm_k25_instrument.report.view import FEW_RANKS, GroupView, Row, group_views
+from vllm_k25_instrument.report.sheets import sheets, step_count_text
+from vllm_k25_instrument.report.view import FEW_RANKS, LIVE_TERMS, GroupView, Row, group_views
 
 
 def to_markdown(report: Report, *, per_rank: bool = False) -> str:
@@ -16,13 +18,18 @@ def to_markdown(report: Report, *, per_rank: bool = False) -> str:
 
 def _lines(report: Report, per_rank: bool) -> Iterator[str]:
     subject, breakdown = report.subject, report.breakdown
-    yield f"# Step breakdown: {_escape(subject.model or 'model unknown')}"
-    yield ""
-    version = f"vLLM {_escape(subject.vllm_version)} · " if subject.vllm_version else ""
-    yield (
-        f"{version}instance `{subject.instance}` · {len(breakdown.ranks_found)} of {breakdown.ranks_expected} ranks · "
-        f"{subject.counts_text}"
-    )
+    findings = breakdown.gpu
+    ranks = f"{len(breakdown.ranks_found)} of {breakdown.ranks_expected} ranks"
+    if findings is None:
+        yield f"# Step breakdown: {_escape(subject.model or 'model unknown')}"
+        yield ""
+        version = f"vLLM {_escape(subject.vllm_version)} · " if subject.vllm_version else ""
+        yield f"{version}instance `{subject.instance}` · {ranks} · {subject.counts_text}"
+    else:
+        yield f"# Step breakdown: {_escape(subject.instance)}"
+        yield ""
+        steps = "a table: totals only" if findings.table_rows else step_count_text(findings.ranks)
+        yield f"{breakdown.source} · {ranks} found · {steps}"
     if not breakdown.complete:
         yield ""
         yield "**Incomplete: see the warnings.**"
@@ -33,19 +40,42 @@ def _lines(report: Report, per_rank: bool) -> Iterator[str]:
         yield ""
         yield f"## {view.title}"
         yield ""
-        yield f"{view.subtitle}. Percentages are of the step's duration and use exclusive time."
+        span = "duration" if findings is None else "span on the GPU"
+        yield f"{view.subtitle}. Percentages are of the step's {span} and use {view.terms.own} time."
         yield ""
         yield from _rank_table(view) if per_rank or len(view.ranks) <= FEW_RANKS else _spread_table(view)
         if len(view.ranks) > 1:
             sentence = view.slowest.sentence
             yield ""
             yield f"{sentence[:1].upper()}{sentence[1:]}."
+    if findings is not None:
+        yield from _findings(findings)
+
+
+def _findings(findings: GpuFindings) -> Iterator[str]:
+    """Why sums and step times differ, then the sheets."""
+    if findings.words:
+        yield ""
+        yield "## In words"
+    for sentence in findings.words:
+        yield ""
+        yield _escape(sentence)
+    for sheet in sheets(findings):
+        yield ""
+        yield f"## {sheet.title}"
+        yield ""
+        if sheet.caption:
+            yield _escape(sheet.caption)
+            yield ""
+        yield from _head(sheet.head)
+        for line in sheet.lines:
+            yield _row([f"`{_code(line.name)}`" if line.category else _escape(line.name), *line.cells])
 
 
 def _rank_table(view: GroupView) -> Iterator[str]:
     marks = {view.slowest.rank: " (slowest)"}
-    ranks = [f"rank {rank}{marks.get(rank, '')}: excl. µs/step (%)" for rank in view.ranks]
-    yield from _head(["category", *ranks, "incl. µs/step", "calls/step", "µs/call"])
+    ranks = [f"rank {rank}{marks.get(rank, '')}: {_own(view)} µs/step (%)" for rank in view.ranks]
+    yield from _head(["category", *ranks, f"{_whole(view)} µs/step", "calls/step", "µs/call"])
     for row in view.rows:
         cells = [row.cells.get(rank) for rank in view.ranks]
         own = [ABSENT if c is None else f"{microseconds(c.exclusive_ns)} ({percent(c.share)})" for c in cells]
@@ -58,9 +88,9 @@ def _spread_table(view: GroupView) -> Iterator[str]:
     yield from _head(
         [
             "category",
-            f"mean of {len(view.ranks)} ranks: excl. µs/step",
+            f"mean of {len(view.ranks)} ranks: {_own(view)} µs/step",
             "% of step",
-            *("min", "max", "max at", "incl. µs/step", "calls/step", "µs/call"),
+            *("min", "max", "max at", f"{_whole(view)} µs/step", "calls/step", "µs/call"),
         ]
     )
     for row in view.rows:
@@ -70,6 +100,14 @@ def _spread_table(view: GroupView) -> Iterator[str]:
     for step in view.step_rows:
         spread = [microseconds(step.lowest_ns), microseconds(step.highest_ns), f"rank {step.highest_rank}"]
         yield _row([step.name, microseconds(step.mean_ns), "", *spread, "", "", ""])
+
+
+def _own(view: GroupView) -> str:
+    return "excl." if view.terms is LIVE_TERMS else view.terms.own
+
+
+def _whole(view: GroupView) -> str:
+    return "incl." if view.terms is LIVE_TERMS else view.terms.whole
 
 
 def _inclusive(row: Row) -> list[str]:
@@ -85,6 +123,11 @@ def _head(names: Sequence[str]) -> Iterator[str]:
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _code(text: str) -> str:
+    """Text from outside inside backticks, in a cell."""
+    return text.replace("`", "'").replace("|", "¦").replace("\n", " ")
 
 
 def _escape(text: str) -> str:

@@ -1,0 +1,150 @@
+"""`vllm-k25 compare`: two breakdowns side by side, whatever they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+from vllm_k25_instrument.commands.analyze import Exit, read_traces
+from vllm_k25_instrument.commands.documents import STDOUT, fail, show
+from vllm_k25_instrument.instances import find_rings
+from vllm_k25_instrument.report.compare import Comparison, DocumentError, Side, compare_sides
+from vllm_k25_instrument.report.compare_table import ComparisonTable
+from vllm_k25_instrument.report.figures import microseconds
+from vllm_k25_instrument.report.rings import Report, read_rings
+from vllm_k25_instrument.report.table import caveat_lines
+from vllm_k25_instrument.ring import open_rings
+
+COMMAND: Final = "compare"
+
+MAX_DOCUMENT: Final = 256 * 1024 * 1024
+"""Bytes of a breakdown's JSON: ten thousand steps of eight ranks have a tenth of it."""
+
+HEAD: Final = 4096
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A breakdown's JSON, traces (or a directory), or rings.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same; of any other source, if you like.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the comparison as JSON; - for standard output.")
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option("--threshold", metavar="PCT", min=0, help="Exit with 1 if B's steps take PCT % longer than A's."),
+    ] = None,
+    agree: Annotated[
+        float | None,
+        typer.Option(
+            "--agree",
+            metavar="PCT",
+            min=0,
+            help="Exit with 1 if steps, or categories that both measure, differ by more than PCT % of the larger.",
+        ),
+    ] = None,
+    rules: Annotated[
+        Path | None, typer.Option("--rules", metavar="FILE", help="TOML rules that are tried before the built-in ones.")
+    ] = None,
+) -> None:
+    """Set two breakdowns side by side: what each category's time changed by, and its share of the step's change.
+
+    Exit codes: 0 compared; 1 a check failed (--threshold, --agree); 2 wrong usage, or something that cannot be read;
+    3 a side is incomplete, or the two have nothing in common.
+    """
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    compared = compare_sides(_side(errors, a, rules), _side(errors, b, rules))
+    text = json.dumps(compared.to_json_dict(), indent=2) + "\n"
+    if json_file == STDOUT:
+        typer.echo(text, nl=False)
+    else:
+        if json_file is not None:
+            try:
+                json_file.write_text(text, encoding="utf-8")
+            except OSError as error:
+                fail(errors, COMMAND, Exit.USAGE, f"{json_file}: cannot be written: {error.strerror}")
+        show(ComparisonTable(compared))
+    if not compared.comparable:
+        errors.print(f"{a} and {b} have nothing in common: no steps of one phase and batch, no sums", markup=False)
+        raise typer.Exit(Exit.INCOMPLETE)
+    if _checks_fail(errors, compared, threshold, agree):
+        raise typer.Exit(Exit.CHECK_FAILED)
+    if not compared.groups and compared.a.groups and compared.b.groups:
+        errors.print(f"{a} and {b} have no steps of one phase and batch in common: only sums compared", markup=False)
+        raise typer.Exit(Exit.INCOMPLETE)
+    if not (compared.a.complete and compared.b.complete):
+        raise typer.Exit(Exit.INCOMPLETE)
+
+
+def _checks_fail(errors: Console, compared: Comparison, threshold: float | None, agree: float | None) -> bool:
+    failed = False
+    if threshold is not None:
+        for group in compared.slower(threshold):
+            failed = True
+            errors.print(
+                f"slower: {group.title}: {microseconds(group.step.a_ns)} -> {microseconds(group.step.b_ns)} µs a step, "
+                f"{group.step.percent:+.1f} % (threshold {threshold:g} %)",
+                style="bold red",
+                markup=False,
+            )
+    if agree is not None:
+        for title, row in compared.disagreeing(agree):
+            failed = True
+            errors.print(
+                f"disagreement: {title}: {row.name} {microseconds(row.a_ns)} and {microseconds(row.b_ns)} µs, "
+                f"{row.apart_percent:.1f} % apart (tolerance {agree:g} %)",
+                style="bold red",
+                markup=False,
+            )
+    return failed
+
+
+def _side(errors: Console, path: Path, rules: Path | None) -> Side:
+    """What is at `path`: a document, rings, or traces. Exits with 2 where it is none of them."""
+    document = _document(errors, path)
+    if document is not None:
+        try:
+            return Side.of(str(path), document)
+        except DocumentError as error:
+            fail(errors, COMMAND, Exit.USAGE, f"{path}: {error}: write it again with `vllm-k25 analyze --json`")
+    made = _rings(path) or read_traces(errors, COMMAND, [path], rules=rules)
+    for line in caveat_lines(made.caveats):
+        errors.print(line)
+    if not made.breakdown.groups and made.breakdown.gpu is None:
+        fail(errors, COMMAND, Exit.USAGE, f"{path}: the rings hold no sample")
+    return Side.of(str(path), made.breakdown.to_json_dict())
+
+
+def _document(errors: Console, path: Path) -> object | None:
+    """The breakdown's JSON at `path`; None where it is something else."""
+    try:
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+        if not head.lstrip().startswith(b"{") or b'"vllm_k25.' not in head:
+            return None
+        if path.stat().st_size > MAX_DOCUMENT:
+            fail(errors, COMMAND, Exit.USAGE, f"{path}: more than {MAX_DOCUMENT >> 20} MiB of JSON: no breakdown")
+        parsed: object = json.loads(path.read_bytes())
+    except OSError as error:
+        fail(errors, COMMAND, Exit.USAGE, f"{path}: cannot be read: {error.strerror}")
+    except (ValueError, RecursionError) as error:
+        fail(errors, COMMAND, Exit.USAGE, f"{path}: not valid JSON ({error}): write it again with `vllm-k25 analyze`")
+    return parsed
+
+
+def _rings(path: Path) -> Report | None:
+    """The report of the rings at `path`; None where there are none."""
+    try:
+        readers, unreadable = open_rings(find_rings(path))
+    except OSError:
+        return None
+    try:
+        return read_rings(readers, unreadable) if readers else None
+    finally:
+        for reader in readers:
+            reader.close()
