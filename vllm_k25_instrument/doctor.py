@@ -23,7 +23,7 @@ from vllm_k25_instrument.hooks.table import HOOK_TABLE, READ_VLLM, TESTED_VLLM
 from vllm_k25_instrument.instances import ensure_private_directory, list_instances
 from vllm_k25_instrument.liveness import hold, is_held
 from vllm_k25_instrument.ring import RingLayout
-from vllm_k25_instrument.settings import Settings, SettingsError, load_settings, unknown_variables
+from vllm_k25_instrument.settings import GraphTiming, Settings, SettingsError, load_settings, unknown_variables
 
 _LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "ext4", "xfs", "btrfs", "overlay", "zfs", "ext3", "ext2", "f2fs"}
 
@@ -64,6 +64,7 @@ def examine() -> list[Finding]:
         _versions,
         _plugin_entry,
         _hooks,
+        lambda: _graphs(settings),
         _nvtx,
         lambda: _ring_directory(settings),
         lambda: _rings(settings),
@@ -182,6 +183,27 @@ def _hooks() -> Iterator[Finding]:
         Verdict.OK if not missing else Verdict.NOTE,
         f"{found} of {len(expected)} hook points resolve" + (f"; {older} are of other versions" if older else ""),
     )
+
+
+def _graphs(settings: Settings) -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    from vllm_k25_instrument.recorder.cuda import NO_CUDA_DEVICE, in_graph_timing_problem
+
+    problem = in_graph_timing_problem()
+    if settings.graphs is GraphTiming.OFF:
+        yield Finding("graphs", Verdict.NOTE, "K25_GRAPHS=off: steps that replay a CUDA graph have a duration only")
+    elif problem == NO_CUDA_DEVICE:
+        yield Finding("graphs", Verdict.NOTE, "no CUDA device here: steps are timed by the host's clock")
+    elif problem:
+        yield Finding(
+            "graphs",
+            Verdict.WARNING,
+            f"CUDA graphs cannot be timed: {problem}",
+            "steps that replay one will have a duration only",
+        )
+    else:
+        yield Finding("graphs", Verdict.OK, f"CUDA graphs will be timed ({settings.graphs})")
 
 
 def _nvtx() -> Iterator[Finding]:

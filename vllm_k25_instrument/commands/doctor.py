@@ -20,6 +20,7 @@ def doctor(
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from vllm_k25_instrument.doctor import Verdict, examine
 
@@ -32,8 +33,10 @@ def doctor(
             table.add_column(heading, overflow="fold")
         for finding in findings:
             remedy = f"\n→ {finding.remedy}" if finding.remedy else ""
-            style = _STYLES[finding.verdict]
-            table.add_row(finding.check, f"[{style}]{finding.verdict}[/]", f"{finding.message}{remedy}")
+            # Text, not markup: a path may hold brackets.
+            table.add_row(
+                finding.check, Text(finding.verdict, _STYLES[finding.verdict]), Text(f"{finding.message}{remedy}")
+            )
         Console(soft_wrap=False).print(table)
     if any(finding.verdict is Verdict.FAILURE for finding in findings):
         raise typer.Exit(1)

@@ -14,6 +14,8 @@ import torch
 
 NS_PER_MS: Final = 1_000_000
 
+NO_CUDA_DEVICE: Final = "no CUDA device"
+
 POOL_SIZE: Final = 4096
 """Events kept for reuse: making one costs microseconds and a driver handle."""
 
@@ -71,7 +73,7 @@ class CudaDevice:
 def in_graph_timing_problem() -> str:
     """Why CUDA graphs cannot carry timing events here; "" where they can."""
     if not torch.cuda.is_available():
-        return "no CUDA device"
+        return NO_CUDA_DEVICE
     if torch.version.hip is not None:
         return "ROCm: external timing events have not been tried there"
     try:

@@ -2,8 +2,8 @@
 
 vLLM captures its graphs untouched. Then the capture runs again for the decode sizes, with the dictionary that vLLM
 looks its graphs up in exchanged for an empty one, and with `torch.cuda.CUDAGraph` exchanged for `TimedGraph`, which
-tells the recorder when its capture begins and ends. A sampled step exchanges the dictionary for the time of its replay; every
-other step replays vLLM's own graph, node for node the one it would have had without us.
+tells the recorder when its capture begins and ends. A sampled step exchanges the dictionary for the time of its
+replay; every other step replays vLLM's own graph, node for node the one it would have had without us.
 
 A twin's events are overwritten by its next replay. So a twin belongs to a step from its replay until its marks have
 been read, and a step that is due while its twin is taken is not sampled.
