@@ -227,6 +227,7 @@ def test_in_a_capture_with_an_mla_kernel_all_attention_is_mla(classifier):
     assert mla.classify(FLASH).category is Category.MLA_ATTENTION
     assert mla.classify("flash_fwd_splitkv_mla_kernel").category is Category.MLA_ATTENTION
     assert mla.classify(CUBLAS).category is Category.DENSE_GEMM
+    assert mla.classify("fused_recurrent_kda_fwd_kernel").category is Category.ATTENTION
 
 
 def test_in_a_capture_without_one_it_is_not(classifier):

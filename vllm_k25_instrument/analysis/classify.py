@@ -80,8 +80,9 @@ class Classifier:
     def for_names(self, names: Iterable[str]) -> Self:
         """The classifier for a capture with these kernel names.
 
-        A model attends through MLA in all of its layers or in none. So where any name can only be MLA's (its cache
-        writer, say), the `attention` kernels of that capture are `mla_attention`, whatever they are called.
+        Softmax attention is MLA in all layers of a model or in none. So where any name can only be MLA's (its cache
+        writer, say), the `attention` kernels of that capture are `mla_attention`, whatever they are called; but for
+        the recurrent kernels of hybrid models.
         """
         mla = any(
             (rule := self._hit(take_apart(name, self._spelling), (), ActivityKind.KERNEL)) and rule.mla
@@ -141,7 +142,7 @@ class Classifier:
         category = rule.category
         if category is None:
             category = _named_category(rule, context)
-        elif category is Category.ATTENTION and self._mla_model:
+        elif category is Category.ATTENTION and self._mla_model and rule.mla is not False:
             category = Category.MLA_ATTENTION
         return Verdict(category, rule.id)
 

@@ -46,8 +46,8 @@ class Rule:
     must be found (`unless`: none may).
 
     `function`, `inside`, `name` and `unless` look at a kernel's name in words (see `rules.toml`), `context` at each
-    enclosing range or operator. `category` is None where the context names it. `mla`: a model with this kernel attends
-    through MLA.
+    enclosing range or operator. `category` is None where the context names it. `mla`: True, a model with this kernel
+    attends through MLA; False, the kernel never is MLA's, whatever the model; None, the name does not say.
     """
 
     id: str
@@ -59,7 +59,7 @@ class Rule:
     name: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     context: tuple[str, ...] = ()
-    mla: bool = False
+    mla: bool | None = None
 
     @cached_property
     def needs_name(self) -> bool:
@@ -152,10 +152,10 @@ class _Reader:
             raise self._error(
                 f"rule {identity!r} has no condition: give function, inside, name or context", index, "id"
             )
-        comment, mla = entry.get("comment", ""), entry.get("mla", False)
+        comment, mla = entry.get("comment", ""), entry.get("mla")
         if not isinstance(comment, str):
             raise self._error(f"rule {identity!r}: comment must be text", index, "comment")
-        if not isinstance(mla, bool):
+        if not isinstance(mla, bool | None):
             raise self._error(f"rule {identity!r}: mla must be true or false", index, "mla")
         return Rule(
             id=identity,
