@@ -33,7 +33,7 @@ from tests.gpu.device import CudaGpu, capturing  # noqa: E402
 from tests.gpu.nvtx_log import NotAvailableError  # noqa: E402
 from tests.gpu.nvtx_log import check as check_nvtx_log  # noqa: E402
 
-SECONDS = 200.0
+SECONDS = 150.0
 """No check begins later than this."""
 
 MINIMUM_TORCH = (2, 8)
@@ -422,7 +422,7 @@ def check_nvtx(gpu: Any) -> Outcome:
 
 def check_simulator_rules(gpu: Any) -> Outcome:
     run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("rules.py"))], capture_output=True, text=True, timeout=90
+        [sys.executable, str(Path(__file__).with_name("rules.py"))], capture_output=True, text=True, timeout=60
     )
     if run.returncode:
         return Outcome(False, {}, f"the probes ended with {run.returncode}: {run.stderr.strip()[-500:]}")

@@ -54,7 +54,7 @@ def log_ranges(scratch: Path) -> tuple[tuple[str, ...], list[str], str]:
         "NVTX_LOG": str(log),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
     }
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=90)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
     logged = []
     for file in glob.glob(f"{log}.*"):
         events = [json.loads(line) for line in Path(file).read_text().splitlines()]
