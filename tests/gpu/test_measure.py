@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(measure.why_not() != "", reason="needs a CUDA GPU")
 def test_everything_that_can_be_measured_on_this_gpu_passes(tmp_path):
     out = tmp_path / "measured.json"
-    run = subprocess.run([str(HERE / "run.sh"), str(out)], env={"PYTHON": sys.executable}, timeout=260, check=False)
+    run = subprocess.run(
+        [str(HERE / "run.sh"), str(out)], env={**os.environ, "PYTHON": sys.executable}, timeout=260, check=False
+    )
     checks = json.loads(out.read_text())["checks"]
     assert {name: check["reason"] for name, check in checks.items() if check["status"] == "failed"} == {}
     assert run.returncode == 0
@@ -35,7 +38,11 @@ def test_everything_that_can_be_measured_on_this_gpu_passes(tmp_path):
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
     out = tmp_path / "measured.json"
     run = subprocess.run(
-        [str(HERE / "run.sh"), str(out)], env={"PYTHON": sys.executable}, capture_output=True, text=True, check=False
+        [str(HERE / "run.sh"), str(out)],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (run.returncode, run.stderr) == (2, "needs a CUDA GPU\n")
     assert not out.exists()
