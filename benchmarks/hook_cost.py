@@ -67,7 +67,7 @@ def timed(call: Callable[[Communicator, torch.Tensor], Any], calls: int) -> floa
     return (perf_counter_ns() - began) / calls
 
 
-def make_recorder(folder: Path, sample_every: int) -> Recorder:
+def make_recorder(folder: Path, sample_every: int, kind: type[Recorder] = Recorder) -> Recorder:
     ring = RingWriter(
         folder / f"{sample_every}.ring",
         RankIdentity("bench", os.getpid(), RankCoordinates()),
@@ -77,7 +77,7 @@ def make_recorder(folder: Path, sample_every: int) -> Recorder:
     def fail(point: HookPoint | None, error: Exception) -> None:
         raise error
 
-    return Recorder(ring, HostClock(), sample_every=sample_every, on_error=fail)
+    return kind(ring, HostClock(), sample_every=sample_every, on_error=fail)
 
 
 def variants(folder: Path) -> dict[str, Callable[[int], float]]:
