@@ -260,6 +260,15 @@ def test_a_lineage_that_runs_in_a_circle_ends(export: Export, clock: Clock, file
     assert notes(capture)[NoteCode.GRAPH_NODES_UNMAPPED] == 1
 
 
+def test_a_creation_at_an_impossible_time_is_skipped_and_counted(export: Export, clock: Clock, file: Path) -> None:
+    thread = Process(export, clock, 100).thread()
+    thread.replay(thread.instantiate(thread.capture([("gemm", "moe_experts"), ("gemm", "moe_experts")])))
+    export.nodes[0]["start"] = 2**63 - 1
+    capture = only(read_nsys(export.write(file)))
+    assert ranges_of_work(capture) == [None, "moe_experts"]
+    assert notes(capture) == {NoteCode.ROWS_SKIPPED: 1, NoteCode.GRAPH_NODES_UNMAPPED: 1}
+
+
 def test_ranges_on_another_thread_name_nothing(export: Export, clock: Clock, file: Path) -> None:
     process = Process(export, clock, 100)
     main, other = process.thread(), process.thread(1)
@@ -512,6 +521,12 @@ def test_another_database_is_no_export(file: Path) -> None:
     with sqlite3.connect(file) as connection:
         connection.execute("CREATE TABLE songs (title TEXT)")
     with pytest.raises(CaptureError, match="no nsys export"):
+        read_nsys(file)
+
+
+def test_a_file_that_is_neither_export_nor_report_is_an_error(file: Path) -> None:
+    file.write_bytes(b"anything")
+    with pytest.raises(CaptureError, match="neither an nsys SQLite export nor an nsys report"):
         read_nsys(file)
 
 

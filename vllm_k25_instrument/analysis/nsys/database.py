@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_k25_instrument.analysis.capture import CaptureError, Int64
-from vllm_k25_instrument.analysis.nsys.packing import Extent, Packing, pack, unpacked
+from vllm_k25_instrument.analysis.nsys.packing import Extent, Packing, constant, pack, unpacked
 
 MAGIC: Final = b"SQLite format 3\0"
 EXPORT_AGAIN: Final = "export it again with `nsys export --type sqlite`"
@@ -137,9 +137,10 @@ class Database:
                 blocks.append([column.copy() for column in block.T])
             self._advance(int(weight * len(chunk)))
         packed = [_joined([block[index] for block in blocks]) for index in range(width)]
+        blocks.clear()
         columns = packing.unpack(packed)
         count = len(packed[0])
-        columns.update({column: np.full(count, wanted[column], np.int64) for column in wanted if column not in columns})
+        columns.update({column: constant(wanted[column], count) for column in wanted if column not in columns})
         text_column = _joined(texts)
         usable = np.ones(count, np.bool_)
         for column in needed:

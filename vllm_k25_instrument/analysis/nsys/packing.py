@@ -77,10 +77,15 @@ class Packing:
 
     def unpack(self, packed: Sequence[Int64]) -> dict[str, Int64]:
         """The columns again; `packed` has one array per expression."""
-        columns = {name: np.full(len(packed[0]), value, np.int64) for name, value in self.constants}
+        columns = {name: constant(value, len(packed[0])) for name, value in self.constants}
         for word, values in zip(self.words, packed, strict=False):
             columns.update(word.unpack(values))
         return columns
+
+
+def constant(value: int, count: int) -> Int64:
+    """A read-only column of one value, without the memory of one."""
+    return np.broadcast_to(np.array(value, np.int64), (count,))
 
 
 def pack(extents: Iterable[Extent]) -> Packing:

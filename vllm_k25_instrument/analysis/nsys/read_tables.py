@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vllm_k25_instrument.analysis.capture import ActivityKind, Int64
 from vllm_k25_instrument.analysis.nsys.database import Database, Rows
+from vllm_k25_instrument.analysis.nsys.packing import constant
 from vllm_k25_instrument.analysis.nsys.strings import NO_NAME, Names, Strings
 from vllm_k25_instrument.analysis.nsys.tables import (
     THREAD_BITS,
@@ -171,7 +172,9 @@ class TableReader:
         }
         codes = self._strings.resolve(rows["nameId"])
         ends = [code for code in np.unique(codes) if code != NO_NAME and "destr" in self._names.listed[code].lower()]
-        kept = ~np.isin(codes, ends)
+        possible = _in_reach(rows["start"])
+        self._skip(NODE_TABLES[0], int((~possible).sum()))
+        kept = ~np.isin(codes, ends) & possible
         original = rows["originalGraphNodeId"]
         original = np.where((original <= 0) | (original == rows["graphNodeId"]), UNKNOWN, original)
         thread = rows["globalTid"]
@@ -295,6 +298,9 @@ def _with_only_process(tables: Tables) -> Tables:
 
 def together(parts: Sequence[Work]) -> Work:
     """Work of several tables in one."""
+    parts = [part for part in parts if len(part)] or list(parts)
+    if len(parts) == 1:
+        return parts[0]
     return Work(*(np.concatenate([getattr(part, field) for part in parts]) for field in Work.__slots__))
 
 
@@ -304,7 +310,7 @@ def _work(rows: Rows, kind: ActivityKind, name: Int64, unnamed: Int64 | None = N
     return Work(
         start_ns=rows["start"],
         end_ns=rows["end"],
-        kind=np.full(count, kind, np.int64),
+        kind=constant(kind, count),
         process=np.where(process == UNKNOWN, UNKNOWN, process & ~np.int64(THREAD_BITS)),
         device=rows["deviceId"],
         context=rows["contextId"],
@@ -313,9 +319,9 @@ def _work(rows: Rows, kind: ActivityKind, name: Int64, unnamed: Int64 | None = N
         # Before the column could be NULL, 0 meant none.
         node=np.where(node <= 0, UNKNOWN, node),
         name=name,
-        bytes=rows.columns.get("bytes", np.zeros(count, np.int64)),
+        bytes=rows.columns.get("bytes", constant(0, count)),
         bad_time=(~_possible(rows["start"], rows["end"])).astype(np.int64),
-        unnamed=np.zeros(count, np.int64) if unnamed is None else unnamed,
+        unnamed=constant(0, count) if unnamed is None else unnamed,
     )
 
 

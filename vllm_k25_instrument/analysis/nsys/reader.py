@@ -20,7 +20,7 @@ from vllm_k25_instrument.analysis.nsys.read_tables import (
     RUNTIME_TABLES,
     read_tables,
 )
-from vllm_k25_instrument.analysis.nsys.report_file import exported
+from vllm_k25_instrument.analysis.nsys.report_file import REPORT_SUFFIXES, exported
 from vllm_k25_instrument.analysis.nsys.strings import Names, Strings
 from vllm_k25_instrument.analysis.nsys.workers import find_ranks
 
@@ -48,6 +48,8 @@ def read_nsys(path: Path, progress: Progress | None = None) -> list[Capture]:
     with ExitStack() as stack:
         if head == MAGIC:
             source, share = path, size
+        elif path.suffix not in REPORT_SUFFIXES:
+            raise CaptureError(path, "neither an nsys SQLite export nor an nsys report", EXPORT_AGAIN)
         else:
             source, share = stack.enter_context(exported(path, meter.advance)), size - size // 2
         database = stack.enter_context(open_database(source, path, share, meter.advance))

@@ -15,6 +15,9 @@ from typing import Final
 from vllm_k25_instrument.analysis.capture import CaptureError
 from vllm_k25_instrument.analysis.nsys.database import one_line
 
+REPORT_SUFFIXES: Final = (".nsys-rep", ".qdrep", ".qdstrm")
+"""What reports are called. Their content is not documented, so their name has to do."""
+
 _PERCENT = re.compile(rb"(\d{1,3})\s?%")
 _LAST_WORDS: Final = 4096
 
