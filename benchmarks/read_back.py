@@ -1,9 +1,9 @@
 """Where should a sampled step's marks be read and its sample be made: on the engine's thread, or on one beside it?
 
 An engine loop (Python work of about a decode step's host time, with a K2.5 step's worth of hooked calls) is run with
-every step sampled: read back on the engine's own thread between two steps, and by a reader thread that waits on a queue.
-Both run in turn, round by round; what counts is how much longer a step takes than without any sampling, at the median
-and at the 99th percentile.
+every step sampled: read back on the engine's own thread between two steps, and by a reader thread that waits on a
+queue. Both run in turn, round by round; what counts is how much longer a step takes than without any sampling, at the
+median and at the 99th percentile.
 
 Usage: python benchmarks/read_back.py [--rounds N] [--steps N]
 """

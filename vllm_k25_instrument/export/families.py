@@ -79,7 +79,7 @@ STEP_DURATION: Final = Family(
 STEP_HOST: Final = Family(
     PREFIX + "step_host_seconds",
     ("rank", "phase"),
-    "Time of executed model steps on the host's clock in seconds, from execute_model to the end of sampling, all steps.",
+    "Host time of executed model steps in seconds, from execute_model to the end of sampling, all steps.",
 )
 STEP_CATEGORY: Final = Family(
     PREFIX + "step_category_seconds",
