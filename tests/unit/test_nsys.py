@@ -133,7 +133,9 @@ def test_a_stray_copy_on_another_gpu_is_no_second_rank(export: Export, clock: Cl
         process.thread().launch("kernel")
     process.device = 0
     process.thread().launch("Memcpy HtoD", kind=1)
-    assert [(capture.rank, capture.device) for capture in read_nsys(export.write(file))] == [(1, 1), (NO_RANK, 0)]
+    captures = read_nsys(export.write(file))
+    assert [(capture.rank, capture.device) for capture in captures] == [(1, 1), (NO_RANK, 0)]
+    assert NoteCode.NO_GPU_EVENTS not in notes(captures[1])
 
 
 def test_the_device_is_the_gpu_and_not_what_cuda_visible_devices_made_of_it(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from vllm_k25_instrument.analysis.capture import NO_RANK, Capture, CaptureError, Note
+from vllm_k25_instrument.analysis.capture import NO_RANK, ActivityKind, Capture, CaptureError, Note, NoteCode
 from vllm_k25_instrument.analysis.nsys import notes
 from vllm_k25_instrument.analysis.nsys.assemble import Origin, assemble
 from vllm_k25_instrument.analysis.nsys.database import EXPORT_AGAIN, MAGIC, Database, open_database
@@ -91,9 +91,16 @@ def _captures(path: Path, database: Database) -> list[Capture]:
     for process in tables.processes():
         joined = join(*tables.of_process(process), end_ns)
         found.extend(assemble(origin, process, joined))
+    if any((each.activities.kind == ActivityKind.KERNEL).any() for each in found):
+        found = [replace(each, notes=tuple(filter(_matters_beside_kernels, each.notes))) for each in found]
     shared = [*notes.of_file(path, database.damaged, tables.skipped, names.undecodable), *_on_ranks(path, found)]
     complete = not database.damaged
     return [replace(each, complete=complete, notes=(*each.notes, *shared)) for each in found]
+
+
+def _matters_beside_kernels(note: Note) -> bool:
+    """That one device saw copies only is no news where another has the kernels."""
+    return note.code is not NoteCode.NO_GPU_EVENTS
 
 
 def _on_ranks(path: Path, found: list[Capture]) -> Iterator[Note]:
