@@ -9,8 +9,22 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
 
 from vllm_k25_instrument.analysis.capture import ActivityKind
+
+_SAMPLES = Path(__file__).resolve().parents[2] / "shared" / "samples"
+
+
+def sample(name: str) -> Path:
+    """A real capture, read in place beside the checkout. Skips the test where there is none."""
+    path = _SAMPLES / name
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    return path
+
 
 BASE_NS = 1_767_225_600_000_000_000
 
@@ -247,9 +261,9 @@ def decode_rank(steps: int = 3, *, rank: Rank | None = None) -> Rank:
 
 _MARLIN = (
     "void marlin_moe_wna16::Marlin<1125899906909960l, 562949953487106l, 1125899906909960l, 562949953487106l, 256, 1, 8"
-    ", 8, true, 4, 2, false>(int4 const*, int4 const*, int4*, int4*, int4 const*, int4 const*, unsigned short const*, int4"
-    " const*, int const*, int const*, int const*, int const*, float const*, int, bool, bool, int, int, int, int, int*,"
-    " bool, bool, bool)"
+    ", 8, true, 4, 2, false>(int4 const*, int4 const*, int4*, int4*, int4 const*, int4 const*, unsigned short const*,"
+    " int4 const*, int const*, int const*, int const*, int const*, float const*, int, bool, bool, int, int, int, int,"
+    " int*, bool, bool, bool)"
 )
 _LAYER = (
     ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 78_000),

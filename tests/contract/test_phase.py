@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.config.compilation import CUDAGraphMode  # noqa: E402
-from vllm.forward_context import BatchDescriptor  # noqa: E402
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor  # noqa: E402
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from vllm_k25_instrument.hooks.wrappers import describe_dispatch  # noqa: E402
-from vllm_k25_instrument.model import GraphMode, Phase  # noqa: E402
-from vllm_k25_instrument.recorder.phase import PhaseClassifier  # noqa: E402
+from vllm_k25_instrument.hooks.wrappers import describe_dispatch
+from vllm_k25_instrument.model import GraphMode, Phase
+from vllm_k25_instrument.recorder.phase import PhaseClassifier
 
 pytestmark = pytest.mark.contract
 

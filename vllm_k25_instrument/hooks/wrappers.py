@@ -93,10 +93,20 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
         ranges.append(opened)
         recorder.top = opened
         opened[START] = start = mark()
-        began = start if host_time else perf_counter_ns()
+        if host_time:
+            began = start
+            annotations = None
+        else:
+            began = perf_counter_ns()
+            # Only while a graph is captured that we instrument: replays run no Python that could name its nodes.
+            annotations = recorder.annotations
+            if annotations is not None:
+                annotations.open()
         try:
             return function(*args, **kwargs)
         finally:
+            if annotations is not None:
+                annotations.close(opened)
             opened[END] = mark()
             recorder.top = parent
             step.overhead_ns += began - entered

@@ -21,6 +21,7 @@ import torch
 
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import GraphMode
+from vllm_k25_instrument.recorder.annotations import GraphAnnotations, annotations_file_name, find_annotations
 from vllm_k25_instrument.recorder.cuda import CudaDevice
 from vllm_k25_instrument.recorder.recorder import OpenRange, OpenStep, Recorder
 from vllm_k25_instrument.settings import GraphTiming
@@ -80,9 +81,11 @@ class TimedGraphs:
         sizes: frozenset[int] | None = None,
         agree: Callable[[bool], bool] = lambda ok: ok,
         on_captured: Callable[[int, int], None] = lambda nbytes, ns: None,
+        annotations: GraphAnnotations | None = None,
     ) -> None:
         """`sizes`: the batch sizes (tokens) to instrument, None for all. `agree`: whether all ranks say yes; a capture
         runs collectives, so ranks capture together or not at all. `on_captured` is told its bytes and ns.
+        `annotations`: what names the graphs' nodes, None for PyTorch's own where it is there.
         """
         self.timing = timing
         self._recorder = recorder
@@ -90,6 +93,7 @@ class TimedGraphs:
         self._sizes = sizes
         self._agree = agree
         self._on_captured = on_captured
+        self._annotations = annotations or find_annotations()
         self._sets: dict[Key, TimedSet] = {}
         self._twins: dict[int, tuple[Any, str, dict[Any, Any]]] = {}  # id(owner) -> owner, attribute, dictionary
         self._label = ""
@@ -118,6 +122,8 @@ class TimedGraphs:
             yield
         finally:
             torch.cuda.CUDAGraph = original
+            if self.timing is GraphTiming.INPLACE:
+                self._publish_names()
 
     def capture_twins(
         self,
@@ -153,6 +159,7 @@ class TimedGraphs:
                 captured += 1
         except Exception:
             logger.exception("K25: twin graphs could not be captured; graph steps are not timed")
+        self._publish_names()
         nbytes, ns = max(free_before - _free_bytes(), 0), perf_counter_ns() - began
         if captured:
             self._on_captured(nbytes, ns)
@@ -169,6 +176,9 @@ class TimedGraphs:
         except Exception:
             logger.exception("K25: the twin of %s could not be captured", descriptor)
             self._recorder.end_graph()
+            self._recorder.annotations = None
+            if self._annotations is not None:
+                self._annotations.abandon()
             self._device.instrumenting = False
             # A forward that broke off has left work on side streams that nothing waits for.
             torch.cuda.synchronize()
@@ -249,12 +259,30 @@ class TimedGraphs:
         except Exception:
             self._device.instrumenting = False
             logger.exception("K25: a graph is captured without timing events")
+        annotations = self._annotations
+        if self._device.instrumenting and annotations is not None and annotations.begin():
+            self._recorder.annotations = annotations
 
     def end_capture(self, graph: Any) -> None:
         """`graph` is about to end its capture."""
         if self._device.instrumenting:
             self._device.instrumenting = False
+            self._recorder.annotations = None
+            if self._annotations is not None:
+                self._annotations.end()
             graph.ranges = self._recorder.end_graph()
+
+    def captured(self, graph: Any) -> None:
+        """The capture of `graph` has ended well."""
+        if self._annotations is not None:
+            self._annotations.captured(graph)
+
+    def _publish_names(self) -> None:
+        if self._annotations is not None:
+            ring = self._recorder.ring
+            self._annotations.publish(
+                ring.path.with_name(annotations_file_name(ring.identity.coordinates.global_rank))
+            )
 
     @contextmanager
     def _exchanged(self, owners: list[tuple[Any, str]]) -> Iterator[None]:
@@ -306,6 +334,7 @@ def _timed_graph_class(graphs: TimedGraphs) -> type:
             except Exception:
                 _stop_allocating_to(self.shared_pool)
                 raise
+            graphs.captured(self)
 
         def replay(self) -> None:
             super().replay()

@@ -39,6 +39,7 @@ from vllm_k25_instrument.recorder.phase import PhaseClassifier
 from vllm_k25_instrument.ring import RingWriter
 
 if TYPE_CHECKING:
+    from vllm_k25_instrument.recorder.annotations import GraphAnnotations
     from vllm_k25_instrument.recorder.graphs import TimedGraphs
 
 _PHASE_CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
@@ -135,6 +136,7 @@ class Recorder:
         "_pending",
         "_ring",
         "_sample_every",
+        "annotations",
         "device",
         "executing",
         "graphs",
@@ -182,6 +184,7 @@ class Recorder:
         self._pending: deque[OpenStep] = deque()
         self._last_end: Any = None  # the end mark of the step finished last
         self.graphs: TimedGraphs | None = None
+        self.annotations: GraphAnnotations | None = None  # while a graph is captured whose nodes are to be named
         self.top: OpenRange | None = None
         self.layer = NO_LAYER
         self.thread = 0
@@ -191,6 +194,11 @@ class Recorder:
     @property
     def in_step(self) -> bool:
         return self.step is not None
+
+    @property
+    def ring(self) -> RingWriter:
+        """Where the samples go."""
+        return self._ring
 
     def begin_step(self, scheduler_output: Any) -> bool:
         """A step with `scheduler_output` begins; False where it does not count as one (nothing is scheduled)."""
@@ -365,13 +373,14 @@ class Recorder:
         """A graph that is to be instrumented begins to be captured; False, and nothing done, where a step is open."""
         if self.step is not None:
             return False
+        self.device.begin()
+        if self.markers is not None:
+            self.markers.push_capture(label)
+        # After what may raise, so that a graph that is not instrumented leaves no step open.
         self.step = OpenStep(-1, Phase.DECODE, 0, 0, sampled=True)
         self.thread = get_ident()
         self.top = None
         self.layer = NO_LAYER
-        self.device.begin()
-        if self.markers is not None:
-            self.markers.push_capture(label)
         self.recording = True
         return True
 

@@ -73,7 +73,7 @@ def _of_group(group: Group, steps: Sequence[StepRecord]) -> Iterator[str]:
     if launches:
         cost = sum(step.launch_ns for step in steps)
         each = calls(round(launches / len(steps), 1))
-        yield f"the host makes {each} launches a step, {time_text(cost / launches)} each"
+        yield f"the host makes {each} launch{'' if each == '1' else 'es'} a step, {time_text(cost / launches)} each"
     yield from _between_steps(steps)
 
 

@@ -91,6 +91,7 @@ class SectionAssembly:
         devices = self._devices()
         for realm in sorted({realm for realm, _, _ in devices}):
             processes = [int(p) for p in candidates if self._pids[p].realm == realm]
+            processes.sort(key=lambda p: self._pids[p].number)
             mine = [key for key in devices if key[0] == realm]
             self._share(shares, [(key[2], devices[key]) for key in mine], processes)
         owned = {process for process, _ in shares}
@@ -104,10 +105,12 @@ class SectionAssembly:
             process: max((key for key in shares if key[0] == process), key=lambda key: len(shares[key]))
             for process in {process for process, _ in shares}
         }
-        return [
-            self._capture(key, rows, ranks[key[0]], rank_notes, main=biggest[key[0]] == key)
-            for key, rows in shares.items()
-        ]
+        made = []
+        for key, rows in sorted(shares.items(), key=lambda share: (share[0][1], self._number(share[0][0]))):
+            main = biggest[key[0]] == key
+            elsewhere = [other for it, other in shares.items() if it[0] == key[0] and it != key] if main else []
+            made.append(self._capture(key, rows, ranks[key[0]], rank_notes, elsewhere if main else None))
+        return made
 
     # --- who owns what ------------------------------------------------------------------------------------
 
@@ -186,6 +189,9 @@ class SectionAssembly:
         gpu = self._section.gpu
         return Work(gpu.column("correlation")[rows], gpu.column("start")[rows])
 
+    def _number(self, process: int) -> int:
+        return self._pids[process].number if process != NO_OWNER else -1
+
     def _launch_work(self, process: int) -> Work:
         calls = self._section.calls
         rows = np.flatnonzero((calls.column("pid") == process) & (calls.column("correlation") != MISSING))
@@ -229,8 +235,18 @@ class SectionAssembly:
     # --- one capture --------------------------------------------------------------------------------------
 
     def _capture(
-        self, key: tuple[int, int], rows: NDArray[np.int64], rank: int, rank_notes: tuple[Note, ...], *, main: bool
+        self,
+        key: tuple[int, int],
+        rows: NDArray[np.int64],
+        rank: int,
+        rank_notes: tuple[Note, ...],
+        elsewhere: list[NDArray[np.int64]] | None,
     ) -> Capture:
+        """The capture of some rows of GPU work.
+
+        Launches that put nothing on the GPU are listed with the process's main device, for which `elsewhere` has the
+        rows of its other devices; None for those.
+        """
         process, device = key
         notes = [*self._notes, *rank_notes]
         rows = self._sound(rows, notes)
@@ -240,9 +256,13 @@ class SectionAssembly:
         launch = latest_launch(Work(gpu.column("correlation")[rows], start), Work(calls.correlation, calls.start))
         joined = np.zeros(len(calls.start), np.bool_)
         joined[launch[launch >= 0]] = True
-        kept = joined | (self._launching[calls.name] & main)
-        if not main:  # another device's launches are listed there
-            kept = joined
+        kept = joined.copy()
+        if elsewhere is not None:
+            kept |= self._launching[calls.name]
+            for others in elsewhere:
+                theirs = latest_launch(self._work(others), Work(calls.correlation, calls.start))
+                kept[theirs[(theirs >= 0)]] = False
+            kept |= joined
         order = np.flatnonzero(kept)
         order = order[np.argsort(calls.start[order], kind="stable")]
         new_index = np.full(len(calls.start) + 1, -1, np.int64)
@@ -283,7 +303,7 @@ class SectionAssembly:
             annotations=annotations,
             rank=rank,
             world_size=world if isinstance(world, int) and world > 0 else 0,
-            process=max(self._pids[process].number, 0) if process != NO_OWNER else 0,
+            process=max(self._number(process), 0),
             device=max(device, 0),
             clock_base_ns=self._clock_base(start if len(start) else launches.start_ns),
             complete=self._complete,

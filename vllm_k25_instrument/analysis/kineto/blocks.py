@@ -20,7 +20,8 @@ _ERRORS: Final[tuple[type[Exception], ...]] = (zlib.error, _inflate.error)
 GZIP_MAGIC: Final = b"\x1f\x8b"
 
 _READ_BYTES: Final = 1 << 16
-_STEP_BYTES: Final = 1 << 16  # inflated per call: what a damaged stream loses at most
+_STEP_BYTES: Final = 1 << 16  # inflated per call
+_CAREFUL_BYTES: Final = 1 << 9  # the same, near damage
 _BLOCK_BYTES: Final = 1 << 20
 _BOMB_FLOOR: Final = 64 << 20
 _BOMB_RATIO: Final = 400  # rows differ in their times and ids: real traces stay below 60
@@ -85,13 +86,16 @@ class Blocks:
         member: Any = _inflate.decompressobj(31)
         started = False  # whether the member at hand has had input
         data = self._take(file, _READ_BYTES)
+        start = given = 0  # where the member begins, and what it has inflated to
         while data:
             started = True
             try:
                 piece = member.decompress(data, _STEP_BYTES)
             except _ERRORS as error:
                 self.damage = f"damaged gzip stream ({error})"
+                yield from _up_to_damage(file, start, given)
                 return
+            given += len(piece)
             if piece:
                 yield piece
             if not member.eof:
@@ -108,5 +112,27 @@ class Blocks:
                 self.damage = "bytes that are not gzip follow the compressed data"
                 return
             member = _inflate.decompressobj(31)
+            start, given = file.tell() - len(data), 0
         if started:
             self.damage = "the gzip stream is cut off"
+
+
+def _up_to_damage(file: IO[bytes], start: int, given: int) -> Iterator[bytes]:
+    """What the member that begins at `start` inflates to before it is damaged, but for its first `given` bytes.
+
+    An inflater keeps to itself what it inflated in the call that met the damage, so near there it is asked for little.
+    """
+    file.seek(start)
+    member: Any = _inflate.decompressobj(31)
+    data = b""
+    done = 0
+    try:
+        while not member.eof and (data := data or file.read(_READ_BYTES)):
+            piece = member.decompress(data, _CAREFUL_BYTES if done + _STEP_BYTES > given else _STEP_BYTES)
+            data = member.unconsumed_tail
+            fresh = min(done + len(piece) - given, len(piece))
+            done += len(piece)
+            if fresh > 0:
+                yield piece[-fresh:]
+    except _ERRORS:
+        return

@@ -118,7 +118,7 @@ class Document:
         if window.data.startswith(b"\xef\xbb\xbf", window.position):
             window.position += 3
         first = window.peek()
-        if first not in b"{[":
+        if first not in (ord("{"), ord("[")):
             raise CaptureError(self.path, "is empty" if first < 0 else "is not JSON", _NEEDED)
         try:
             while (byte := window.peek()) >= 0:
@@ -175,10 +175,14 @@ class Document:
             self._events(section, depth + 1)
             return
         if byte in b"{[":
+            offset = window.offset
             raw = self._small_value()
             if raw is not None:
+                value = _loads(raw)
+                if value is None:
+                    self.damage = f"broken JSON at byte {offset}"
                 if key in _KEPT:
-                    section.metadata[key] = _loads(raw)
+                    section.metadata[key] = value
                 return
             if byte == ord("{"):
                 self._object(section, depth + 1)

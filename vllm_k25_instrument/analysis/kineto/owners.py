@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_k25_instrument.analysis.capture import Int64
+from vllm_k25_instrument.analysis.kineto.rows import MISSING
 
 NO_OWNER: Final = -1
 
@@ -72,49 +73,98 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Index of the owning process per device, and whether some were told apart by nothing but their order."""
+    """Index of the owning process per device, and whether nothing but their order decided somewhere."""
 
     process: list[int]
     guessed: bool
 
 
-def match_devices(devices: list[Work], processes: list[Work]) -> Owners:
-    """Which process drives which device, each process at most one while others are free.
+@dataclass(frozen=True, slots=True, order=True)
+class _Fit:
+    """How well a process explains a device's work; larger is better.
 
-    A pair scores by how many of the device's kernels find a launch in the process; then by how many of those start
-    after that launch; then by the median time between the two. Pairs that tie in all are taken in the file's order.
+    `matched`: rows whose id the process launched; `causal`: those of them that start after that launch; `spread_ns`:
+    minus the deviation of the time between the two, which is less the more the launches are the true ones.
+    """
+
+    matched: int = 0
+    causal: int = 0
+    spread_ns: int = 0
+
+    def ties(self, other: _Fit) -> bool:
+        """Whether only the spread tells the two apart, which proves nothing."""
+        return self.matched > 0 and (self.matched, self.causal) == (other.matched, other.causal)
+
+    def __add__(self, other: _Fit) -> _Fit:
+        return _Fit(self.matched + other.matched, self.causal + other.causal, self.spread_ns + other.spread_ns)
+
+
+def match_devices(devices: list[Work], processes: list[Work]) -> Owners:
+    """Which process drives which device: each process one, unless there are more devices than processes.
+
+    The assignment is that with the best sum of fits, as far as exchanges of two lead; where several tie, the one in the
+    given order of devices and processes.
     """
     if not processes:
         return Owners([NO_OWNER] * len(devices), guessed=False)
     if len(processes) == 1:
         return Owners([0] * len(devices), guessed=False)
-    scores = {
-        (d, p): _score(device, process) for d, device in enumerate(devices) for p, process in enumerate(processes)
-    }
-    owner = [NO_OWNER] * len(devices)
-    used: set[int] = set()
+    fits = [[_fit(device, process) for process in processes] for device in devices]
+    choices = range(len(processes))
+    if len(devices) > len(processes):
+        owner = [max(choices, key=lambda p: (fit[p], -p)) for fit in fits]
+        guessed = any(fit[p].ties(fit[o]) for fit, o in zip(fits, owner, strict=True) for p in choices if p != o)
+        return Owners(owner, guessed)
+    owner = list(range(len(devices)))
+    improved = True
+    while improved:
+        improved = False
+        for one, other in _exchanges(owner, len(processes)):
+            now, then = _pair(fits, owner, one, other)
+            if then > now:
+                _exchange(owner, one, other)
+                improved = True
     guessed = False
-    ranked = sorted(scores, key=lambda pair: (*(-x for x in scores[pair]), pair))
-    for device, process in ranked:
-        if owner[device] == NO_OWNER and process not in used:
-            rivals = [p for p in range(len(processes)) if p != process and p not in used]
-            guessed |= any(scores[device, rival] == scores[device, process] for rival in rivals)
-            owner[device] = process
-            used.add(process)
-    for device, process in ranked:  # more devices than processes: some process drives several
-        if owner[device] == NO_OWNER:
-            owner[device] = process
+    for one, other in _exchanges(owner, len(processes)):
+        now, then = _pair(fits, owner, one, other)
+        guessed |= now.ties(then)
     return Owners(owner, guessed)
 
 
-def _score(device: Work, process: Work) -> tuple[int, int, int]:
+# An exchange names a device and either another device (to swap owners with) or, negative, a free process to take.
+
+
+def _exchanges(owner: list[int], processes: int) -> list[tuple[int, int]]:
+    swaps = [(one, other) for other in range(len(owner)) for one in range(other)]
+    return swaps + [(one, -1 - p) for one in range(len(owner)) for p in range(processes) if p not in owner]
+
+
+def _pair(fits: list[list[_Fit]], owner: list[int], one: int, other: int) -> tuple[_Fit, _Fit]:
+    """The fit of what an exchange touches, before and after it."""
+    if other < 0:
+        return fits[one][owner[one]], fits[one][-1 - other]
+    now = fits[one][owner[one]] + fits[other][owner[other]]
+    return now, fits[one][owner[other]] + fits[other][owner[one]]
+
+
+def _exchange(owner: list[int], one: int, other: int) -> None:
+    if other < 0:
+        owner[one] = -1 - other
+    else:
+        owner[one], owner[other] = owner[other], owner[one]
+
+
+def _fit(device: Work, process: Work) -> _Fit:
     launch = latest_launch(device, process)
-    matched = launch >= 0
-    if not matched.any():
-        return 0, 0, 0
+    matched = np.flatnonzero(launch >= 0)
+    if not len(matched):
+        return _Fit()
+    # Of a graph's kernels only the first waits for nothing but its launch.
+    _, first = np.unique(launch[matched], return_index=True)
     lag = device.start[matched] - process.start[launch[matched]]
-    causal = lag >= 0
-    return int(matched.sum()), int(causal.sum()), -int(np.median(lag[causal])) if causal.any() else 0
+    first_lag = lag[first]
+    spread = int(np.abs(first_lag - int(np.median(first_lag))).sum())
+    return _Fit(len(matched), int((lag >= 0).sum()), -spread)
 
 
 def latest_launch(work: Work, launches: Work) -> NDArray[np.int64]:
@@ -127,7 +177,7 @@ def latest_launch(work: Work, launches: Work) -> NDArray[np.int64]:
     ids = launches.correlation[order]
     first = np.searchsorted(ids, work.correlation, "left")
     last = np.searchsorted(ids, work.correlation, "right") - 1
-    found = last >= first
+    found = (last >= first) & (work.correlation != MISSING)
     chosen = np.where(found, first, 0)
     several = np.flatnonzero(found & (last > first))
     for row in several:
