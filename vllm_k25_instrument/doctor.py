@@ -188,12 +188,14 @@ def _hooks() -> Iterator[Finding]:
 def _graphs(settings: Settings) -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         return
-    from vllm_k25_instrument.recorder.cuda import NO_CUDA_DEVICE, in_graph_timing_problem
+    import torch
+
+    from vllm_k25_instrument.recorder.cuda import in_graph_timing_problem
 
     problem = in_graph_timing_problem()
     if settings.graphs is GraphTiming.OFF:
         yield Finding("graphs", Verdict.NOTE, "K25_GRAPHS=off: steps that replay a CUDA graph have a duration only")
-    elif problem == NO_CUDA_DEVICE:
+    elif not torch.cuda.is_available():
         yield Finding("graphs", Verdict.NOTE, "no CUDA device here: steps are timed by the host's clock")
     elif problem:
         yield Finding(

@@ -53,6 +53,17 @@ class WorkerInstrument:
                 self.ring.layout.slots,
                 planned.slots,
             )
+        self._worker = worker
+        self._logged: set[str] = set()
+        try:
+            self._equip(settings)
+        except BaseException:
+            # A living ring without a single step would look like a server that hangs.
+            self.ring.path.unlink(missing_ok=True)
+            raise
+
+    def _equip(self, settings: Settings) -> None:
+        identity = self.ring.identity
         attached = markers.attach() if settings.nvtx else None
         device: Any = CudaDevice() if identity.device == "cuda" else HostClock()
         self.recorder = Recorder(
@@ -61,7 +72,7 @@ class WorkerInstrument:
             sample_every=settings.sample_every,
             on_error=self._on_error,
             markers=attached,
-            graph_hint=_only_graph_mode(config),
+            graph_hint=_only_graph_mode(self._worker.vllm_config),
             on_first_step=self._model_loaded,
         )
         if isinstance(device, CudaDevice):
@@ -73,8 +84,6 @@ class WorkerInstrument:
             categories=settings.categories,
             on_change=self._hooks_changed,
         )
-        self._logged: set[str] = set()
-        self._worker = worker
 
     @property
     def path(self) -> Path:
