@@ -91,8 +91,8 @@ class SectionAssembly:
         devices = self._devices()
         for realm in sorted({realm for realm, _, _ in devices}):
             processes = [int(p) for p in candidates if self._pids[p].realm == realm]
-            processes.sort(key=lambda p: self._pids[p].number)
-            mine = [key for key in devices if key[0] == realm]
+            processes.sort(key=self._order)
+            mine = sorted((key for key in devices if key[0] == realm), key=lambda key: (self._order(key[1]), key[2]))
             self._share(shares, [(key[2], devices[key]) for key in mine], processes)
         owned = {process for process, _ in shares}
         for process in candidates:
@@ -188,6 +188,9 @@ class SectionAssembly:
     def _work(self, rows: NDArray[np.int64]) -> Work:
         gpu = self._section.gpu
         return Work(gpu.column("correlation")[rows], gpu.column("start")[rows])
+
+    def _order(self, process: int) -> int:
+        return self._section.appeared.get(self._raw_pids[process], 0)
 
     def _number(self, process: int) -> int:
         return self._pids[process].number if process != NO_OWNER else -1
@@ -493,8 +496,8 @@ class SectionAssembly:
             notes.append(
                 Note(
                     NoteCode.RANK_UNKNOWN,
-                    f"{self._path}: processes and devices match in every respect, and were paired in the order of "
-                    "their numbers: analyse one file per rank",
+                    f"{self._path}: processes and devices match in every respect, and were paired in the order in "
+                    "which they appear: analyse one file per rank",
                 )
             )
         kernels = int((activities.kind == ActivityKind.KERNEL).sum())

@@ -109,6 +109,8 @@ class Section:
     names: Interned = field(default_factory=Interned)
     pids: Interned = field(default_factory=Interned)
     tids: Interned = field(default_factory=Interned)
+    appeared: dict[int | str | None, int] = field(default_factory=dict)
+    """Each `pid`, and how many came before it: the file's own order of its processes and devices."""
     process_names: dict[int | str, list[str]] = field(default_factory=dict)
     skipped: Skipped = field(default_factory=Skipped)
     gpu: Table = field(
@@ -169,6 +171,7 @@ class Section:
         by_category[None] = unnamed
         for row in batch.rows:
             by_category[row.cat].append(row)
+        known_pids = len(self.pids)
         self._add_unnamed(unnamed)
         for role, kind in _KINDS.items():
             if by_role[role]:
@@ -178,6 +181,9 @@ class Section:
         for role in (Role.OPERATOR, Role.ANNOTATION):
             if by_role[role]:
                 self._add_host(by_role[role], role is Role.OPERATOR, batch.ts_is_ns)
+        if len(self.pids) > known_pids:
+            for pid in dict.fromkeys(map(_PID, batch.rows)):
+                self.appeared.setdefault(pid, len(self.appeared))
 
     def _add_unnamed(self, rows: list[Row]) -> None:
         for row in rows:

@@ -22,7 +22,8 @@ _MIN_CHUNK: Final = 16 << 10
 _MAX_ROW: Final = 4 << 20
 _MAX_VALUE: Final = 1 << 20  # of a value beside the events that is worth keeping
 _MAX_STRING: Final = 1 << 20
-_MAX_DEPTH: Final = 32
+_MAX_DEPTH: Final = 32  # of containers around events
+_MAX_VALUE_DEPTH: Final = 500  # of a row or a value; decoders recurse, and give up at about 1,000
 _SCAN_BUDGET: Final = 64 << 20  # bytes that may be scanned token by token in search of a broken row's end
 _TAIL: Final = 16 << 10
 
@@ -442,7 +443,10 @@ class Document:
 
 
 def _container_end(data: bytearray, start: int, limit: int) -> int:
-    """One past the end of the object or array that begins at `start`; -1 where it does not end within `limit` bytes."""
+    """One past the end of the object or array that begins at `start`.
+
+    -1 where it does not end within `limit` bytes, or nests deeper than any decoder goes.
+    """
     depth = 0
     for token in _TOKEN.finditer(data, start, start + limit):
         first = data[token.start()]
@@ -451,6 +455,8 @@ def _container_end(data: bytearray, start: int, limit: int) -> int:
                 return -1
         elif first in b"{[":
             depth += 1
+            if depth > _MAX_VALUE_DEPTH:
+                return -1
         else:
             depth -= 1
             if depth <= 0:
