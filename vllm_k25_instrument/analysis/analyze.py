@@ -40,14 +40,20 @@ def analyze(
     run: Mapper = run_on_cores,
     advance: Advance | None = None,
     inputs: Sequence[Input] | None = None,
+    ignored: Sequence[Path] = (),
 ) -> Report:
-    """Analyse the files at `paths` as the ranks of one run. `inputs`: what ``expand(paths)`` has already found.
+    """Analyse the files at `paths` as the ranks of one run.
+
+    `inputs` and `ignored`: what ``expand(paths, ignored)`` has already found.
 
     Raises CaptureError where there is nothing that can be analysed: a path that is not there, files of no known kind,
     files of two kinds of capture, or not one that can be read.
     """
     options = options or Options()
-    chosen = _one_source(expand(paths) if inputs is None else inputs)
+    aside: list[Path] = list(ignored)
+    chosen = _one_source(expand(paths, aside) if inputs is None else inputs)
+    if aside:
+        chosen = replace(chosen, caveats=(*chosen.caveats, _no_captures(aside)))
     jobs = [Job(each, options.rules, options.only) for each in chosen.inputs]
     done = run(jobs, advance or (lambda count: None))
     failures = [each.failure for each in done if each.failure is not None]
@@ -116,15 +122,24 @@ def _one_source(inputs: Sequence[Input]) -> _Chosen:
         )
     if not kinds:
         raise CaptureError(Path(), "no file to analyse")
+    if not timelines and Source.KEY_AVERAGES not in kinds:
+        raise CaptureError(kinds[Source.RING].path, "is a ring", "show it with `vllm-k25 report`")
     source = timelines[0] if timelines else Source.KEY_AVERAGES
     used = tuple(each for each in inputs if each.kind is source)
     aside = [each.path for each in inputs if each.kind is not source]
     caveats: tuple[Caveat, ...] = ()
     if aside:
-        names = ", ".join(str(path) for path in aside[:SAME_SAID]) + (", …" if len(aside) > SAME_SAID else "")
-        what = "key_averages tables beside traces" if len(aside) > 1 else "a key_averages table beside a trace"
-        caveats = (Caveat(CaveatCode.FILES_SET_ASIDE, f"{names}: {what}, set aside: the trace says more", len(aside)),)
+        message = f"{_listed(aside)}: set aside, since the {source} captures beside say more"
+        caveats = (Caveat(CaveatCode.FILES_SET_ASIDE, message, len(aside)),)
     return _Chosen(source, used, caveats)
+
+
+def _no_captures(aside: Sequence[Path]) -> Caveat:
+    return Caveat(CaveatCode.FILES_SET_ASIDE, f"{_listed(aside)}: no capture of a known kind, left out", len(aside))
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return ", ".join(str(path) for path in paths[:SAME_SAID]) + (", …" if len(paths) > SAME_SAID else "")
 
 
 def _said(done: Iterable[Done], source: Source) -> Iterator[Caveat]:

@@ -126,11 +126,13 @@ def read_traces(
         only = StepRange(first, last)
     try:
         Classifier.load(rules)
-        inputs = expand(paths)
+        ignored: list[Path] = []
+        inputs = expand(paths, ignored)
         run: Mapper = RayMapper(ray) if ray else run_on_cores
         size = sum(each.path.stat().st_size for each in inputs)
         with _progress(errors, size) as advance:
-            return analyze(paths, Options(rules, only, expect_ranks), run=run, advance=advance, inputs=inputs)
+            options = Options(rules, only, expect_ranks)
+            return analyze(paths, options, run=run, advance=advance, inputs=inputs, ignored=ignored)
     except (CaptureError, RulesError, RayError) as error:
         fail(errors, command, Exit.USAGE, str(error))
     except OSError as error:
