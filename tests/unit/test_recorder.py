@@ -374,3 +374,37 @@ def test_the_instruments_own_cost_is_recorded(bench: Bench) -> None:
     sample = bench.only_sample()
     assert sample.overhead_ns > 0
     assert RingReader(bench.ring.path).totals().overhead_ns > sample.overhead_ns
+
+
+@pytest.mark.parametrize("fails", ["start", "end"])
+def test_a_mark_that_cannot_be_taken_costs_the_sample_and_not_the_call(bench: Bench, fails: str) -> None:
+    marks = iter([fails == "start", True])
+
+    def mark() -> int:
+        if next(marks):
+            raise RuntimeError("no event to be had")
+        return bench.clock.now
+
+    bench.recorder.begin_step(decode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.clock, "mark", mark)
+        assert bench.call(POINTS[Category.MOE_EXPERTS], 5, lambda: "result") == "result"
+    bench.recorder.end_step()
+    bench.recorder.begin_step(decode())
+    bench.call(POINTS[Category.MOE_EXPERTS], 7)
+    bench.recorder.end_step()
+    assert bench.lost(LostReason.ERROR) == 1
+    assert [s.step for s in bench.samples()] == [1]
+    assert bench.only_sample().ranges[0].duration_ns == 7
+    assert [str(error) for _, error in bench.errors] == ["no event to be had"]
+
+
+def test_the_exception_of_a_call_is_not_replaced_by_that_of_a_mark(bench: Bench) -> None:
+    def broken() -> None:
+        bench.clock.mark = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        raise KeyError("the call's own")
+
+    bench.recorder.begin_step(decode())
+    with pytest.raises(KeyError, match="the call's own"):
+        bench.call(POINTS[Category.MOE_EXPERTS], 5, broken)
+    assert bench.lost(LostReason.ERROR) == 1

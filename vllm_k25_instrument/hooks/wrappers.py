@@ -90,9 +90,15 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
             return function(*args, **kwargs)
         ranges = step.ranges
         opened = [code, hook_index, len(ranges), parent, detail, nbytes, layer, stream, pushed, None, None, False]
+        try:
+            opened[START] = start = mark()
+        except Exception as error:
+            if pushed:
+                recorder.pop_marker()
+            recorder.mark_failed(error)
+            return function(*args, **kwargs)
         ranges.append(opened)
         recorder.top = opened
-        opened[START] = start = mark()
         if host_time:
             began = start
             annotations = None
@@ -103,18 +109,27 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
             if annotations is not None:
                 annotations.open()
         try:
-            return function(*args, **kwargs)
-        finally:
-            if annotations is not None:
-                annotations.close(opened)
+            result = function(*args, **kwargs)
+        except BaseException:
+            recorder.range_raised(opened)
+            raise
+        if annotations is not None:
+            annotations.close(opened)
+        recorder.top = parent
+        step.overhead_ns += began - entered
+        try:
             opened[END] = mark()
-            recorder.top = parent
-            step.overhead_ns += began - entered
-            # Without a marker to pop, what is left to do here takes less than the clock that would time it.
+        except Exception as error:
             if opened[PUSHED]:
-                left = perf_counter_ns()
                 recorder.pop_marker()
-                step.overhead_ns += perf_counter_ns() - left
+            recorder.mark_failed(error)
+            return result
+        # Without a marker to pop, what is left to do here takes less than the clock that would time it.
+        if opened[PUSHED]:
+            left = perf_counter_ns()
+            recorder.pop_marker()
+            step.overhead_ns += perf_counter_ns() - left
+        return result
 
     return wrapper
 

@@ -280,9 +280,7 @@ class TimedGraphs:
     def _publish_names(self) -> None:
         if self._annotations is not None:
             ring = self._recorder.ring
-            self._annotations.publish(
-                ring.path.with_name(annotations_file_name(ring.identity.coordinates.global_rank))
-            )
+            self._annotations.publish(ring.path.with_name(annotations_file_name(ring.identity.coordinates.global_rank)))
 
     @contextmanager
     def _exchanged(self, owners: list[tuple[Any, str]]) -> Iterator[None]:

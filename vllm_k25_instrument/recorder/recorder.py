@@ -351,6 +351,33 @@ class Recorder:
             opened[PUSHED] = False
             self.pop_marker()
 
+    def range_raised(self, opened: OpenRange) -> None:
+        """The call behind the range has raised; that exception, and none of ours, is what its caller is to see."""
+        self.top = opened[PARENT]
+        if self.annotations is not None:
+            self.annotations.discard()
+        if opened[PUSHED]:
+            self.pop_marker()
+        try:
+            opened[END] = self.device.mark()
+        except Exception as error:
+            if not self._in_capture:  # one that has broken takes no marks, and gives no graph
+                self.mark_failed(error)
+
+    def mark_failed(self, error: Exception) -> None:
+        """A mark could not be taken: the open step leaves no sample.
+
+        Raises `error` in a capture: a graph that lacks a mark must not be taken for a timed one.
+        """
+        if self._in_capture:
+            raise error
+        self.abandon_sample(LostReason.ERROR)
+        self.on_error(None, error)
+
+    @property
+    def _in_capture(self) -> bool:
+        return self.step is not None and self.step.number < 0
+
     def pop_marker(self) -> None:
         """Close the NVTX range opened last."""
         try:
