@@ -162,6 +162,7 @@ def test_13_a_table_counts_kernels_copies_and_fills_once(name):
     assert totals["span_ns"] is totals["busy_ns"] is totals["kernels_in_steps"] is None
     assert document["groups"] == []
     assert document["source"] == "key-averages"
+    assert "whoever adds up the whole column gets" in document["explanation"][0]
 
 
 def test_14_ranks_are_compared_on_one_clock_wherever_their_file_keeps_it():

@@ -171,7 +171,11 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """A key_averages table: totals per kernel name, no timeline. `sum_ns` and `count` per row of `names`."""
+    """A key_averages table: totals per kernel name, no timeline. `sum_ns` and `count` per row of `names`.
+
+    `repeated_rows` rows of operators, annotations and the like claim `repeated_ns` of GPU time of their own, which is
+    that of kernels that are rows too: it is not part of `sum_ns`.
+    """
 
     path: Path
     names: Sequence[str]
@@ -179,6 +183,8 @@ class KernelTable:
     sum_ns: Int64
     count: Int64
     footer_ns: int | None = None
+    repeated_ns: int = 0
+    repeated_rows: int = 0
     rank: int = NO_RANK
     complete: bool = True
     notes: tuple[Note, ...] = field(default=())

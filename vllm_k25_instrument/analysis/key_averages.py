@@ -269,6 +269,7 @@ def _kernel_table(path: Path, tables: list[_Table], rank: int, damage: str, bad_
                 seen[identity] += 1
                 if seen[identity] % 2:
                     work.append(row)
+    claiming = [row for table in tables for row in table.rows if row.self_ns > 0]
     names = [row.name for row in work]
     total = sum(row.self_ns for row in work)
     footers = [table.footer_ns for table in tables]
@@ -326,6 +327,8 @@ def _kernel_table(path: Path, tables: list[_Table], rank: int, damage: str, bad_
         sum_ns=np.array([row.self_ns for row in work], np.int64),
         count=np.array([row.count for row in work], np.int64),
         footer_ns=footer,
+        repeated_ns=sum(row.self_ns for row in claiming) - total,
+        repeated_rows=len(claiming) - len(work),
         rank=rank,
         complete=complete,
         notes=tuple(notes),

@@ -37,5 +37,12 @@ def reduce_table(table: KernelTable, classifier: Classifier) -> Reduced:
         by_category={name: by_category[name] for name in sorted(by_category, key=category_order)},
     )
     largest = sorted(kernels, key=lambda kernel: (-kernel.sum_ns, kernel.name))[:MAX_KERNELS]
-    findings = RankFindings(rank=table.rank, path=str(table.path), totals=totals, kernels=tuple(largest))
+    findings = RankFindings(
+        rank=table.rank,
+        path=str(table.path),
+        totals=totals,
+        kernels=tuple(largest),
+        repeated_ns=table.repeated_ns,
+        repeated_rows=table.repeated_rows,
+    )
     return Reduced(findings, tuple(table.notes), table.complete)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -16,7 +17,7 @@ from vllm_k25_instrument.analysis.capture import CaptureError, Source
 from vllm_k25_instrument.analysis.classify import Classifier
 from vllm_k25_instrument.analysis.findings import Reduced, StepRange, reduce_capture
 from vllm_k25_instrument.analysis.inputs import Input
-from vllm_k25_instrument.analysis.key_averages import read_key_averages
+from vllm_k25_instrument.analysis.key_averages import read_key_averages_of_workers
 from vllm_k25_instrument.analysis.nsys import read_nsys
 from vllm_k25_instrument.analysis.tables import reduce_table
 from vllm_k25_instrument.analysis.torch_trace import read_torch_trace
@@ -65,9 +66,10 @@ def run_job(job: Job, advance: Advance | None = None) -> Done:
     """Read one file and reduce it. Never raises for what is in the file: a failure is an answer."""
     path, kind = job.input.path, job.input.kind
     try:
-        classifier = Classifier.load(job.rules)
+        classifier = _built_in() if job.rules is None else Classifier.load(job.rules)
         if kind is Source.KEY_AVERAGES:
-            return Done(path, kind, (reduce_table(read_key_averages(path), classifier),))
+            tables = read_key_averages_of_workers(path, advance)
+            return Done(path, kind, tuple(reduce_table(table, classifier) for table in tables))
         read = read_torch_trace if kind is Source.TORCH_TRACE else read_nsys
         captures = read(path, advance)
         reduced = []
@@ -83,6 +85,12 @@ def run_job(job: Job, advance: Advance | None = None) -> Done:
     except Exception as error:  # a bug of ours must not lose the other ranks
         what = f"internal error ({type(error).__name__}: {error})"
         return Done(path, kind, failure=Failure(path, what, "please report it with the file"))
+
+
+@cache
+def _built_in() -> Classifier:
+    """Once per process: a worker reads several files."""
+    return Classifier.load()
 
 
 class Mapper(Protocol):

@@ -325,6 +325,9 @@ class RankFindings:
     """Kernels, copies and fills that were launched outside any step."""
     streams: int = 0
     timeline: Timeline | None = None
+    repeated_ns: int = 0
+    """What rows of a table that repeat the time of their kernels would add to the sum."""
+    repeated_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,18 @@ def explain(ranks: Sequence[RankFindings], groups: Sequence[Group], *, table: bo
 
 
 def _of_table(rank: RankFindings) -> str:
+    own = time_text(rank.totals.sum_ns)
+    text = f"Rank {rank.rank}: the rows of kernels, copies and fills add up to {own}. "
+    if rank.repeated_rows:
+        both = time_text(rank.totals.sum_ns + rank.repeated_ns)
+        text += (
+            f"{rank.repeated_rows:,} rows of operators, annotations and NCCL calls claim another "
+            f"{time_text(rank.repeated_ns)}, which is their kernels' time once more and is left out: whoever adds up "
+            f"the whole column gets {both}. "
+        )
     return (
-        f"Rank {rank.rank}: only the rows of kernels, copies and fills are counted, {time_text(rank.totals.sum_ns)} in "
-        "all; the rows of operators, annotations and NCCL calls repeat the time of their kernels and are left out. A "
-        "table has no timeline: kernels of several streams may have overlapped, so the sum may be more than the time "
-        "that passed, and there are no steps."
+        f"{text}A table has no timeline: kernels of several streams may have overlapped, so the sum may be more than "
+        "the time that passed, and there are no steps."
     )
 
 
