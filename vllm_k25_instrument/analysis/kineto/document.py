@@ -14,11 +14,12 @@ from typing import Any, Final
 
 from vllm_k25_instrument.analysis.capture import CaptureError
 from vllm_k25_instrument.analysis.kineto.columns import Section
-from vllm_k25_instrument.analysis.kineto.rows import Encoding, MalformedError, RowDecoder
+from vllm_k25_instrument.analysis.kineto.rows import Batch, Encoding, MalformedError, RowDecoder
 
 CHUNK_BYTES: Final = 4 << 20
 
 _MIN_CHUNK: Final = 16 << 10
+_LOOSE_BYTES: Final = 256 << 10
 _MAX_ROW: Final = 4 << 20
 _MAX_VALUE: Final = 1 << 20  # of a value beside the events that is worth keeping
 _MAX_STRING: Final = 1 << 20
@@ -350,10 +351,25 @@ class Document:
             return min(max(size, _MIN_CHUNK) * 2, CHUNK_BYTES)
         if size > _MIN_CHUNK and cut > start:
             return size // 2
-        self._single(section)
-        return max(_MIN_CHUNK, size if cut <= start else size // 2)
+        if cut > start or not self._loose(section):
+            self._single(section)
+        return max(_MIN_CHUNK, size // 2 if cut > start else size)
 
-    def _decode(self, start: int, cut: int) -> Any:
+    def _loose(self, section: Section) -> bool:
+        """Decode some rows by the slower decoder that forgives more, since the next row needs it; whether it could."""
+        window = self._window
+        cut = self._last_seam(window.position, min(window.position + _LOOSE_BYTES, len(window.data)))
+        if cut < 0:
+            return False
+        try:
+            batch = self._decode(window.position, cut, loose=True)
+        except MalformedError:
+            return False
+        section.add(batch)
+        window.position = cut
+        return True
+
+    def _decode(self, start: int, cut: int, *, loose: bool = False) -> Batch:
         """The rows in [start, cut) of the window, where an element begins at `start`. Raises MalformedError."""
         window = self._window
         data = window.data
@@ -366,7 +382,7 @@ class Document:
         data[cut] = ord("]")
         try:
             with memoryview(data) as view, view[start - 1 : cut + 1] as array:
-                return self._decoder.many(array, window.offset - 1)
+                return self._decoder.many(array, window.offset - 1, loose=loose)
         finally:
             data[start - 1] = before
             data[cut] = after

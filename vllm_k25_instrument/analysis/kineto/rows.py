@@ -212,8 +212,13 @@ class RowDecoder:
         self._encoding = encoding
         self._absolute = False
 
-    def many(self, array: memoryview, origin: int) -> Batch:
-        """The rows of a JSON array. `origin`: its offset in the inflated file. Raises MalformedError."""
+    def many(self, array: memoryview, origin: int, *, loose: bool = False) -> Batch:
+        """The rows of a JSON array. `origin`: its offset in the inflated file. Raises MalformedError.
+
+        With `loose` the forgiving decoder is used at once.
+        """
+        if loose:
+            return self._loose(self._decodable(bytes(array), origin), origin)
         data: memoryview | bytes = array
         try:
             return self._typed(data)
