@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import sys
 import types
 
@@ -311,8 +312,10 @@ def fake_ray(monkeypatch, *, fails=()):
 
 def test_a_ray_cluster_does_the_same_work(two, monkeypatch):
     started = fake_ray(monkeypatch)
-    there = run(two, "--ray", "head:6379", "--json", "-")
-    assert started == ["head:6379"]
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        there = run(two, "--ray", address, "--json", "-")
+    assert started == [address]
     assert json.loads(there.stdout) == json.loads(run(two, "--json", "-").stdout)
 
 
@@ -338,9 +341,14 @@ def test_a_cluster_that_cannot_be_reached_is_one_line(two, monkeypatch):
         raise ConnectionError("no\nroute")
 
     sys.modules["ray"].init = init
-    result = run(two, "--ray", "nowhere:1")
+    result = run(two, "--ray", "auto")
     assert result.exit_code == 2
-    assert "--ray nowhere:1: no Ray cluster can be reached there: no route" in result.stderr
+    assert "--ray auto: no Ray cluster can be reached there: no route" in result.stderr
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    result = run(two, "--ray", address)
+    assert result.exit_code == 2
+    assert f"--ray {address}: no Ray cluster can be reached there: Connection refused" in result.stderr
 
 
 def test_every_code_of_a_reader_is_a_code_of_the_document():

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import re
+import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from vllm_k25_instrument.analysis.workers import Advance, Done, Failure, Job, run_job
+
+
+CONNECT_S: Final = 5.0
+
+_HOST_PORT: Final = re.compile(r"(?:ray://)?(\S+):(\d+)")
 
 
 class RayError(Exception):
@@ -22,6 +29,7 @@ class RayMapper:
             self._ray: Any = importlib.import_module("ray")
         except ImportError as error:
             raise RayError(f"--ray {address}: Ray is not installed: pip install ray") from error
+        _knock(address)
         try:
             if not self._ray.is_initialized():
                 self._ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -51,6 +59,18 @@ class RayMapper:
             return Done(job.input.path, job.input.kind, failure=failure)
         assert isinstance(answer, Done)  # noqa: S101: what run_job returns
         return answer
+
+
+def _knock(address: str) -> None:
+    """Raise RayError where nobody listens at ``host:port``: Ray itself would try for minutes."""
+    match = _HOST_PORT.fullmatch(address)
+    if match is None:
+        return
+    try:
+        socket.create_connection((match[1].strip("[]"), int(match[2])), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RayError(f"--ray {address}: no Ray cluster can be reached there: {reason}") from error
 
 
 def _size(job: Job) -> int:
