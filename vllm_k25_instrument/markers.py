@@ -18,6 +18,10 @@ MAX_NAMES: Final = 8192
 ranges and of steps alike: beyond it ranges leave out their size and steps their number (both are in the payload)."""
 
 
+STEPS_BETWEEN_MARKS: Final = 256
+"""The rank is marked again every so many steps: a capture may begin at any time, and knows only what comes in it."""
+
+
 def range_name(category: str, detail: str, nbytes: int, layer: int) -> str:
     """What a range is called in a timeline: ``all_reduce pynccl 14 KiB L17``."""
     parts = [category]
@@ -50,9 +54,10 @@ def _size(nbytes: int) -> str:
 class Markers:
     """Pushes and pops NVTX ranges in our domain. One thread's pushes and pops nest, as NVTX wants it."""
 
-    def __init__(self, domain: Any) -> None:
-        """`domain`: an ``nvtx.Domain`` that a tool listens to."""
+    def __init__(self, domain: Any, rank: str = "") -> None:
+        """`domain`: an ``nvtx.Domain`` that a tool listens to. `rank` says who we are: ``rank=3 world_size=8``."""
         self._domain = domain
+        self._rank = rank
         self._categories: Mapping[str, int] = {
             category: domain.get_category_id(category) for category in ("step", *HOOKED_CATEGORIES)
         }
@@ -61,6 +66,8 @@ class Markers:
 
     def push_step(self, phase: Phase, step: int, requests: int, graph: str) -> None:
         """Open the range of a step; its payload is the step's number."""
+        if self._rank and self._steps % STEPS_BETWEEN_MARKS == 0:
+            self._mark_rank()
         self._steps += 1
         named = step if self._steps <= MAX_NAMES else None
         self._domain.push_range(
@@ -69,6 +76,13 @@ class Markers:
                 color=_argb(STEP_COLOR),
                 category=self._categories["step"],
                 payload=step,
+            )
+        )
+
+    def _mark_rank(self) -> None:
+        self._domain.mark(
+            self._domain.get_event_attributes(
+                message=self._rank, color=_argb(STEP_COLOR), category=self._categories["step"]
             )
         )
 
@@ -110,12 +124,15 @@ def _argb(color: str) -> int:
     return 0xFF000000 | int(color[1:], 16)
 
 
-def attach() -> Markers | None:
-    """Markers where an NVTX tool (nsys, an injection library) listens in this process, else None."""
+def attach(rank: str = "") -> Markers | None:
+    """Markers where an NVTX tool (nsys, an injection library) listens in this process, else None.
+
+    `rank`, of the form ``rank=3 world_size=8``, is what a reader of the capture will know this process by.
+    """
     import nvtx
 
     domain = nvtx.get_domain(DOMAIN)
     # Without a tool the library hands out a stand-in whose methods do nothing.
     if not nvtx.enabled() or type(domain).__name__ == "DummyDomain":
         return None
-    return Markers(domain)
+    return Markers(domain, rank)

@@ -64,7 +64,11 @@ class WorkerInstrument:
 
     def _equip(self, settings: Settings) -> None:
         identity = self.ring.identity
-        attached = markers.attach() if settings.nvtx else None
+        attached = (
+            markers.attach(f"rank={identity.coordinates.global_rank} world_size={identity.coordinates.world_size}")
+            if settings.nvtx
+            else None
+        )
         device: Any = CudaDevice() if identity.device == "cuda" else HostClock()
         self.recorder = Recorder(
             self.ring,

@@ -201,6 +201,9 @@ def test_an_nvtx_tool_sees_every_range_balanced_and_by_name(served: Running) -> 
             assert depth >= 0
         assert depth == 0
 
+        rank = ring.identity.coordinates.global_rank
+        assert {event["msg"] for event in events if event["ev"] == "mark"} == {f"rank={rank} world_size=2"}
+
         names = Counter(event["msg"] for event in pushes)
         decode = next(s for s in mine if s.phase is Phase.DECODE and s.requests == 1)
         assert f"decode step {decode.step} bs=1 graph=none" in names
