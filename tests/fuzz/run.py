@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ from vllm_k25_instrument.report.table import ReportTable, caveat_lines
 CASES = Path(__file__).parents[1] / "data" / "cases"
 LIMIT_S = 20
 GROWTH_MIB = 700
+ADDRESS_SPACE = 6 << 30
 SHOWN_EVERY = 10
 """Every n-th result is also rendered as a table, a page and Markdown."""
 
@@ -85,6 +87,18 @@ def fuzz(count: int, seed: int, keep: Path | None = None) -> Outcome:
     """Damage and analyse `count` files. `keep`: where a file that made trouble is left."""
     outcome = Outcome()
     material = seeds()
+    # What blows up is to raise MemoryError, not to take the machine with it.
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, limits[1]))
+    try:
+        return _fuzz(count, seed, keep, outcome, material)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _fuzz(
+    count: int, seed: int, keep: Path | None, outcome: Outcome, material: list[tuple[str, str, bytes]]
+) -> Outcome:
     before = _peak_mib()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -204,8 +218,8 @@ def main() -> int:
     share = -(-options.count // options.processes)
     jobs = [(share, options.seed * 1000 + n, options.keep) for n in range(options.processes)]
     start = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for outcome in pool.starmap(fuzz, jobs):
+    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for outcome in pool.map(fuzz, *zip(*jobs, strict=True)):
             total.merge(outcome)
     for problem in total.problems[:20]:
         print(problem)

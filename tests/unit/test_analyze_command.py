@@ -138,6 +138,15 @@ def _written(path, data):
     return path
 
 
+@pytest.mark.parametrize("nonsense", [10**40, -5, 70_000])
+def test_a_rank_or_world_size_that_no_server_has_is_not_believed(tmp_path, nonsense):
+    write_rank(tmp_path, 0, rank=decode_rank(2, rank=Rank(rank=0, world_size=nonsense)))
+    found = json.loads(run(tmp_path, "--json", "-").stdout)
+    assert found["ranks"] == {"found": [0], "expected": 1}
+    write_rank(tmp_path, 0, rank=decode_rank(2, rank=Rank(rank=nonsense)))
+    assert json.loads(run(tmp_path, "--json", "-").stdout)["ranks"]["found"] == [0]
+
+
 def test_other_files_in_a_directory_are_left_out_and_said(two):
     (two / "server.log").write_text("hello\n" * 100)
     result = run(two, "--json", "-")

@@ -20,6 +20,9 @@ from vllm_k25_instrument.report.rings import Report
 from vllm_k25_instrument.report.subject import Subject
 from vllm_k25_instrument.report.words import explain
 
+MAX_RANKS: Final = 1 << 16
+"""More ranks than any server has."""
+
 SAME_SAID: Final = 3
 """More files than this that have the same to say share one line."""
 
@@ -175,7 +178,7 @@ def _once(caveats: Iterable[Caveat]) -> list[Caveat]:
 
 def _by_rank(done: Iterable[Done]) -> tuple[list[RankFindings], list[Caveat]]:
     """The findings sorted by rank, each rank once; and what had to be decided for that."""
-    found = [reduced.findings for each in done for reduced in each.reduced]
+    found = [_plausible(reduced.findings) for each in done for reduced in each.reduced]
     known: dict[int, RankFindings] = {}
     twice: list[str] = []
     for rank in found:
@@ -207,6 +210,13 @@ def _by_rank(done: Iterable[Done]) -> tuple[list[RankFindings], list[Caveat]]:
         )
     known |= {number: _renumbered(rank, number) for number, rank in numbered.items()}
     return [known[number] for number in sorted(known)], caveats
+
+
+def _plausible(rank: RankFindings) -> RankFindings:
+    """Without the rank and world size that no server has: a damaged file may say anything."""
+    if not 0 <= rank.rank < MAX_RANKS:
+        rank = replace(rank, rank=NO_RANK)
+    return rank if 0 <= rank.world_size <= MAX_RANKS else replace(rank, world_size=0)
 
 
 def _where(rank: RankFindings) -> str:

@@ -149,11 +149,12 @@ def _text(path: Path) -> Input:
 def _sqlite(path: Path) -> Input:
     try:
         database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+        database.text_factory = lambda text: text.decode(errors="replace")
         try:
             tables = [str(name) for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         finally:
             database.close()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's own message may quote the damage
         raise CaptureError(
             path, f"is a damaged SQLite database ({error})", "export it again with nsys export"
         ) from error

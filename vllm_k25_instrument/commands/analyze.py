@@ -67,7 +67,11 @@ def analyze(
     expect_ranks: Annotated[
         int,
         typer.Option(
-            "--expect-ranks", metavar="N", min=0, help="How many ranks there should be. Default: what the files say."
+            "--expect-ranks",
+            metavar="N",
+            min=0,
+            max=65536,
+            help="How many ranks there should be. Default: as the files say.",
         ),
     ] = 0,
 ) -> None:
