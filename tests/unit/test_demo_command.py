@@ -12,12 +12,24 @@ import typer
 from typer.testing import CliRunner
 
 from vllm_k25_instrument.commands import demo as command
-from vllm_k25_instrument.demo import run
+from vllm_k25_instrument.demo import graph_modes
+from vllm_k25_instrument.demo.build import CUDA_SAMPLE_EVERY, Build, BuildError, Plan
 from vllm_k25_instrument.demo.load import LoadResult, RequestResult
 from vllm_k25_instrument.demo.run import RingMarks, missing_samples, problems, server_environment
 from vllm_k25_instrument.demo.server import ServerError, VllmMissingError
 from vllm_k25_instrument.instances import open_instance
-from vllm_k25_instrument.model import GRAPH_MODES, PHASES, GraphMode, Phase, RankCoordinates, RankIdentity, pack_sample
+from vllm_k25_instrument.model import (
+    GRAPH_MODES,
+    LOST_REASONS,
+    PHASES,
+    GraphMode,
+    LostReason,
+    Phase,
+    RankCoordinates,
+    RankIdentity,
+    pack_sample,
+)
+from vllm_k25_instrument.report.ringset import LOST_REMEDY
 from vllm_k25_instrument.ring import RingLayout, RingWriter, ring_file_name
 
 WORKER_PIDS = (4001, 4002)
@@ -32,14 +44,26 @@ class Rings:
         self.writers = []
         for rank in range(ranks):
             identity = RankIdentity(
-                "this-one", WORKER_PIDS[rank], RankCoordinates(global_rank=rank, tp=rank, tp_size=2)
+                "this-one", WORKER_PIDS[rank], RankCoordinates(global_rank=rank, tp=rank, tp_size=ranks)
             )
             self.writers.append(
                 RingWriter(folder / ring_file_name(rank), identity, RingLayout(slots=64, slot_bytes=512))
             )
         self.step = 0
 
-    def add_steps(self, count: int, phase: Phase = Phase.DECODE, duration_ns: int = 5_000_000) -> None:
+    def lose(self, reason: LostReason, *counts: int) -> None:
+        """So many samples lost by each rank."""
+        for writer, count in zip(self.writers, counts, strict=True):
+            for _ in range(count):
+                writer.totals.add_lost(LOST_REASONS.index(reason))
+
+    def add_steps(
+        self,
+        count: int,
+        phase: Phase = Phase.DECODE,
+        duration_ns: int = 5_000_000,
+        graph_mode: GraphMode = GraphMode.NONE,
+    ) -> None:
         for _ in range(count):
             self.step += 1
             for writer in self.writers:
@@ -50,7 +74,7 @@ class Rings:
                         requests=1,
                         tokens=1,
                         padded_tokens=1,
-                        graph_code=GRAPH_MODES.index(GraphMode.NONE),
+                        graph_code=GRAPH_MODES.index(graph_mode),
                         start_unix_ns=1,
                         duration_ns=duration_ns,
                         overhead_ns=0,
@@ -101,6 +125,7 @@ def demo(tmp_path, monkeypatch):
         server = Server(out)
         rings = Rings(out / "rings")
         loads = (load_of(1), load_of(4))
+        plan = Plan(Build.CPU, 2, 1)
         steps_in_load = 3
 
         def run(self, *arguments: str):
@@ -119,6 +144,7 @@ def demo(tmp_path, monkeypatch):
         return made.loads
 
     monkeypatch.setattr(command, "require_vllm", lambda: None)
+    monkeypatch.setattr(command, "plan_demo", lambda: made.plan)
     monkeypatch.setattr(command, "start_server", lambda *_: made.server)
     monkeypatch.setattr(command, "warm_up", lambda _: made.rings.add_steps(5, duration_ns=3_000_000_000))
     monkeypatch.setattr(command, "put_load", put_load)
@@ -224,7 +250,8 @@ def test_a_rank_without_a_ring_is_named(tmp_path):
 def test_a_server_without_any_ring_gives_an_empty_breakdown_and_a_line_per_rank(tmp_path):
     marks = RingMarks(tmp_path / "nothing-here", WORKER_PIDS)
     assert marks.instance is None
-    assert len(problems([load_of()], marks.read().breakdown)) == run.WORKERS
+    assert len(problems([load_of()], marks.read().breakdown, 2)) == 2
+    assert marks.lost() == {}
 
 
 def test_rings_of_another_server_are_not_taken_for_this_ones(tmp_path):
@@ -232,19 +259,19 @@ def test_rings_of_another_server_are_not_taken_for_this_ones(tmp_path):
     assert RingMarks(tmp_path, [99_999]).instance is None
 
 
-def test_every_step_is_sampled_unless_the_user_says_otherwise(tmp_path, monkeypatch):
+def test_the_steps_of_the_plan_are_sampled_unless_the_user_says_otherwise(tmp_path, monkeypatch):
     for name in list(os.environ):
         if name.startswith("K25_"):
             monkeypatch.delenv(name)
-    assert server_environment(tmp_path) == {
+    assert server_environment(tmp_path, 1) == {
         "K25_INSTRUMENT": "1",
         "K25_SAMPLE_EVERY": "1",
         "K25_RING_DIR": str(tmp_path),
     }
     monkeypatch.setenv("K25_SAMPLE_EVERY", "16")
     monkeypatch.setenv("K25_INSTANCE", "of-another-server")
-    assert server_environment(tmp_path)["K25_SAMPLE_EVERY"] == "16"
-    assert "K25_INSTANCE" not in server_environment(tmp_path)
+    assert server_environment(tmp_path, 1)["K25_SAMPLE_EVERY"] == "16"
+    assert "K25_INSTANCE" not in server_environment(tmp_path, 1)
 
 
 def test_looking_at_the_help_imports_neither_torch_nor_vllm():
@@ -253,3 +280,71 @@ def test_looking_at_the_help_imports_neither_torch_nor_vllm():
         "print([m for m in ('torch', 'vllm', 'httpx', 'tokenizers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------
+
+
+def test_one_worker_is_all_that_a_single_gpu_is_asked_for(demo, tmp_path):
+    demo.plan = Plan(Build.CUDA, 1, CUDA_SAMPLE_EVERY)
+    demo.rings = Rings(demo.out / "rings-of-one", ranks=1)
+    demo.server.environment = {"K25_RING_DIR": str(demo.out / "rings-of-one")}
+    result = demo.run()
+    assert result.exit_code == 0, result.output
+    assert json.loads((demo.out / "report.json").read_text())["ranks"] == {"found": [0], "expected": 1}
+
+
+def test_a_rank_that_is_missing_of_two_is_a_failure(demo):
+    demo.rings = Rings(demo.out / "rings-of-one", ranks=1)
+    demo.server.environment = {"K25_RING_DIR": str(demo.out / "rings-of-one")}
+    result = demo.run()
+    assert result.exit_code == 1
+    assert "rank 1 left no ring" in result.stderr
+
+
+def test_where_it_cannot_run_one_line_says_why(demo, monkeypatch):
+    def refuse() -> None:
+        raise BuildError("vLLM's CUDA build is installed and PyTorch sees no GPU")
+
+    monkeypatch.setattr(command, "plan_demo", refuse)
+    result = demo.run()
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == ["vllm-k25 demo: vLLM's CUDA build is installed and PyTorch sees no GPU"]
+
+
+def test_it_says_which_graph_modes_were_timed_and_why_samples_are_missing_without_those_of_the_warm_up(
+    demo, monkeypatch
+):
+    def warm_up(_server: object) -> None:
+        demo.rings.add_steps(5, graph_mode=GraphMode.PIECEWISE)
+        demo.rings.lose(LostReason.UNTIMED, 7, 7)
+
+    def put_load(_server: object, _watcher: object):
+        demo.rings.add_steps(45, graph_mode=GraphMode.FULL)
+        demo.rings.add_steps(1)
+        demo.rings.add_steps(3, Phase.PREFILL)
+        demo.rings.lose(LostReason.UNTIMED, 12, 12)
+        demo.rings.lose(LostReason.UNREAD, 0, 1)
+        return demo.loads
+
+    monkeypatch.setattr(command, "warm_up", warm_up)
+    monkeypatch.setattr(command, "put_load", put_load)
+    result = demo.run()
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("graph modes", "not timed"))]
+    assert lines == [
+        "graph modes  decode: eager 1 step, full graph 45 steps · prefill: eager 3 steps",
+        f"not timed    1 step unread ({LOST_REMEDY[LostReason.UNREAD]})",
+        f"not timed    12 steps untimed ({LOST_REMEDY[LostReason.UNTIMED]})",
+    ]
+
+
+def test_without_a_sample_it_says_that_no_step_was_timed(demo):
+    demo.steps_in_load = 0
+    assert "graph modes  no step was timed" in demo.run().stdout
+
+
+def test_every_reason_of_a_lost_sample_makes_a_line(tmp_path):
+    lost = dict.fromkeys(LOST_REASONS, 1)
+    lines = graph_modes.graph_mode_lines(RingMarks(tmp_path, ()).read().breakdown, lost)
+    assert [line.split()[4] for line in lines[1:]] == [str(reason) for reason in LOST_REASONS]

@@ -260,6 +260,13 @@ def test_lost_samples_are_told_with_their_reason_and_its_remedy(tmp_path):
     assert "rank 0: 1 too_large (raise K25_RING_BYTES)" in text
 
 
+@pytest.mark.parametrize("reason", LOST_REASONS)
+def test_every_reason_of_a_lost_sample_can_be_told(tmp_path, reason):
+    (rank,) = write_server(tmp_path, world=1, steps=1)
+    rank.writer.totals.add_lost(LOST_REASONS.index(reason))
+    assert f"1 {reason} (" in message(read(tmp_path), CaveatCode.SAMPLES_LOST)
+
+
 def test_a_rank_whose_ring_holds_no_sample_while_others_do_is_named(tmp_path):
     write_server(tmp_path, world=2, found=(0,), steps=1)
     idle = open_rank(tmp_path, 1, 2)

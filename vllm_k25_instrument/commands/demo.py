@@ -1,4 +1,4 @@
-"""`vllm-k25 demo`: a tiny Kimi-K2.5 on two workers of vLLM's CPU build, and where its time goes."""
+"""`vllm-k25 demo`: a tiny Kimi-K2.5 on vLLM's CPU or CUDA build, and where its time goes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from vllm_k25_instrument.demo.build import BuildError, plan_demo
+from vllm_k25_instrument.demo.graph_modes import graph_mode_lines
 from vllm_k25_instrument.demo.load import LoadResult
 from vllm_k25_instrument.demo.run import (
     RingMarks,
@@ -79,28 +81,38 @@ def demo(
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port of the server on 127.0.0.1; 0 picks one.")] = 0,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="How long the server may take to start.")
-    ] = 300,
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="How long the server may take to start. Default: 300, on a GPU 900.",
+            show_default=False,
+        ),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running at the end.")] = False,
 ) -> None:
-    """Serve a tiny Kimi-K2.5 INT4 with two instrumented workers, load it, and show where its decode steps' time goes.
+    """Serve a tiny Kimi-K2.5 INT4 with instrumented workers, load it, and show where its decode steps' time goes.
 
-    Needs vLLM's CPU build and two cores, no GPU; takes a minute or two. The K25_* variables of the environment apply.
+    With vLLM's CPU build it needs two cores and no GPU, and takes a minute or two. With the CUDA build it runs on one
+    or two GPUs, with vLLM's default CUDA graphs and twins of them. The K25_* variables of the environment apply.
 
-    Exit codes: 0 every request was answered and both ranks were measured; 1 something failed; 2 it cannot run here.
+    Exit codes: 0 every request was answered and every rank was measured; 1 something failed; 2 it cannot run here.
     """
     screen = Screen(Console(highlight=False, stderr=json_file == STDOUT))
     try:
         require_vllm()
+        plan = plan_demo()
         out.mkdir(parents=True, exist_ok=True)
-        server = start_server(out, _ARCH[arch], port)
-    except (VllmMissingError, ValueError, OSError) as error:
+        server = start_server(out, _ARCH[arch], port, plan)
+    except (VllmMissingError, BuildError, ValueError, OSError) as error:
         screen.fail(Exit.USAGE, str(error))
     with _stopped_in_the_end(server, screen) as control:
-        loads, marks = _serve(server, screen, timeout)
+        loads, marks = _serve(server, screen, plan.ready_seconds if timeout is None else timeout)
         control.keep = keep
     report = marks.read()
     screen.show(report)
+    for line in graph_mode_lines(report.breakdown, marks.lost()):
+        screen.say(line)
     if marks.skipped:
         screen.say(f"The first {marks.skipped} sampled steps, of the warm-up, are left out.")
     _write(screen, report, json_file or out / "report.json", html or out / "report.html")
@@ -111,7 +123,7 @@ def demo(
             screen.say(f"live view    vllm-k25 top {rings}")
     if keep:
         screen.say(f"server       {server.url} runs on; stop it with: kill {server.pid}")
-    found = problems(loads, report.breakdown)
+    found = problems(loads, report.breakdown, plan.workers)
     if found:
         screen.say(f"server log   {server.log}")
         screen.fail(Exit.FAILED, "; ".join(found))

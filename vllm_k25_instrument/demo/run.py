@@ -1,4 +1,4 @@
-"""The demo: serve the tiny model with two instrumented workers, put load on it, break its time down."""
+"""The demo: serve the tiny model with instrumented workers, put load on it, break its time down."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
+from vllm_k25_instrument.demo.build import Build, Plan, plan_demo
+from vllm_k25_instrument.demo.graph_modes import Lost, lost_of, most_lost
 from vllm_k25_instrument.demo.load import LoadResult, run_load
-from vllm_k25_instrument.demo.server import VllmServer, served_model
+from vllm_k25_instrument.demo.server import VllmServer, require_vllm, served_model
 from vllm_k25_instrument.demo.tiny_model import Arch, write_tiny_k25
 from vllm_k25_instrument.instances import INSTANCE_VARIABLE, Instance, list_instances
-from vllm_k25_instrument.model import Phase, StepSample
+from vllm_k25_instrument.model import LostReason, Phase, StepSample
 from vllm_k25_instrument.report.breakdown import Breakdown
 from vllm_k25_instrument.report.rings import Report, read_rings
 from vllm_k25_instrument.ring import RingReader, open_rings
 
-WORKERS: Final = 2
 CONCURRENCIES: Final = (1, 4, 8)
 REQUESTS_PER_CLIENT: Final = 4
 TOKENS: Final = 64
@@ -34,15 +35,15 @@ class Watcher(Protocol):
         """A stage of the load is over."""
 
 
-def problems(loads: Iterable[LoadResult], breakdown: Breakdown) -> list[str]:
-    """Why a run cannot be taken for a success: one line each, none where it can."""
+def problems(loads: Iterable[LoadResult], breakdown: Breakdown, workers: int) -> list[str]:
+    """Why a run with so many workers cannot be taken for a success: one line each, none where it can."""
     failed = [
         f"{load.failed} of {len(load.requests)} requests failed at concurrency {load.concurrency}: "
         + "; ".join(load.errors[:3])
         for load in loads
         if load.failed
     ]
-    return failed + missing_samples(breakdown, WORKERS)
+    return failed + missing_samples(breakdown, workers)
 
 
 def missing_samples(breakdown: Breakdown, workers: int) -> list[str]:
@@ -57,27 +58,36 @@ def missing_samples(breakdown: Breakdown, workers: int) -> list[str]:
     return problems
 
 
-def server_environment(ring_dir: Path) -> dict[str, str]:
-    """The ``K25_*`` variables of the demo's server: every step sampled, unless the caller's own say otherwise."""
-    own = {"K25_SAMPLE_EVERY": "1", "K25_RING_DIR": str(ring_dir)}
+def server_environment(ring_dir: Path, sample_every: int) -> dict[str, str]:
+    """The ``K25_*`` variables of the demo's server; the caller's own come first.
+
+    ``K25_GRAPHS`` is not among them: where there are graphs, the default makes twins of them.
+    """
+    own = {"K25_SAMPLE_EVERY": str(sample_every), "K25_RING_DIR": str(ring_dir)}
     callers = {name: value for name, value in os.environ.items() if name.startswith("K25_")}
     callers.pop(INSTANCE_VARIABLE, None)
     return {**own, **callers, "K25_INSTRUMENT": "1"}
 
 
-def start_server(out: Path, arch: Arch, port: int = 0) -> VllmServer:
+def start_server(out: Path, arch: Arch, port: int = 0, plan: Plan | None = None) -> VllmServer:
     """The demo's server, started; model, rings and log are below `out`. The caller stops it.
 
-    Raises VllmMissingError, ValueError where there are too few cores, OSError where `out` cannot be written.
+    `plan`: None makes one for the vLLM that is installed. On the CPU build the model runs eagerly, since there are no
+    graphs to wait for; on the CUDA build with vLLM's default graphs. Raises VllmMissingError, BuildError where it
+    cannot run here, ValueError where there are too few cores, OSError where `out` cannot be written.
     """
+    require_vllm()
+    plan = plan or plan_demo()
     out = out.absolute()
     model = out / f"model-{arch}"
     server = VllmServer(
         model,
         log=out / "server.log",
-        env=server_environment(out / "rings"),
-        tensor_parallel_size=WORKERS,
+        env=server_environment(out / "rings", plan.sample_every),
+        tensor_parallel_size=plan.workers,
         port=port,
+        build=plan.build,
+        eager=plan.build is Build.CPU,
     )
     write_tiny_k25(model, arch)
     return server.start()
@@ -111,11 +121,13 @@ class RingMarks:
         """Of the instance below `ring_dir` that one of these workers writes into, if there is one."""
         self.instance: Instance | None = None
         self._written: dict[Path, int] = {}
+        self._lost: dict[object, Lost] = {}
         for instance in list_instances(ring_dir):
             readers, _ = open_rings(instance.path)
             if any(reader.identity.pid in worker_pids for reader in readers):
                 self.instance = instance
                 self._written = {reader.path: reader.written for reader in readers}
+                self._lost = {reader.path: lost_of(reader) for reader in readers}
             for reader in readers:
                 reader.close()
             if self.instance is not None:
@@ -125,6 +137,17 @@ class RingMarks:
     def skipped(self) -> int:
         """Sampled steps of a rank before the marks; of several ranks the largest."""
         return max(self._written.values(), default=0)
+
+    def lost(self) -> dict[LostReason, int]:
+        """Samples lost since the marks, by reason; of several ranks the largest number."""
+        if self.instance is None:
+            return {}
+        readers, _ = open_rings(self.instance.path)
+        try:
+            return most_lost(readers, self._lost)
+        finally:
+            for reader in readers:
+                reader.close()
 
     def read(self) -> Report:
         """The breakdown of what has come since; without an instance it is empty."""

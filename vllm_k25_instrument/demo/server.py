@@ -19,12 +19,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from vllm_k25_instrument.demo.build import Build
+
 CPU_SETUP_PATH: Final = Path(__file__).parent / "cpu_setup"
 """Goes on PYTHONPATH of servers of the tiny model on vLLM's CPU build, and of nothing else."""
 
 HOST: Final = "127.0.0.1"
 MAX_MODEL_LENGTH: Final = 1024
 KV_CACHE_BYTES: Final = 512 * 1024 * 1024
+GPU_MEMORY_UTILIZATION: Final = 0.1
+"""vLLM's worker does not start where less than this share of its GPU is free, though with the size of the KV cache
+given nothing else is made of it (`vllm.v1.worker.utils.request_memory`). Its default would need an idle GPU."""
 MAX_THREADS_PER_WORKER: Final = 4
 """The tiny model gets slower, not faster, on more."""
 
@@ -32,10 +37,14 @@ Progress = Callable[[float, str], None]
 """Called with the seconds since the start and the stage that the server is in."""
 
 _WORKER_NAME: Final = re.compile(r"^(?:VLLM::Worker|VllmWorker)")
+_ENGINE_NAME: Final = re.compile(r"^VLLM::EngineCore")
+"""With one rank the engine's process is the worker."""
 _STAGES: Final = (
     ("Application startup complete", "answering"),
     ("Starting vLLM server on", "starting the web server"),
     ("init engine", "starting the web server"),
+    ("Capturing twin graphs", "capturing twin graphs"),
+    ("Capturing CUDA graphs", "capturing graphs"),
     ("Warming up", "warming up"),
     ("torch.compile takes", "warming up"),
     ("Dynamo bytecode transform", "compiling"),
@@ -96,7 +105,9 @@ class VllmServer:
 
     A context manager: entering starts the process (it does not wait), leaving stops it and all it started. `env` is
     laid over the caller's environment less its ``K25_*`` variables, so that a run depends on what it is given. `port`
-    0 picks a free one. `cpu_setup` makes vLLM's CPU build accept the tiny model. `eager` turns torch.compile off.
+    0 picks a free one. `build` is the vLLM that is installed: on the CPU build each worker is bound to cores of its
+    own, and `cpu_setup` makes that build accept the tiny model; the CUDA build needs neither. `eager` turns
+    torch.compile and CUDA graphs off.
     """
 
     def __init__(
@@ -108,19 +119,24 @@ class VllmServer:
         tensor_parallel_size: int = 2,
         port: int = 0,
         eager: bool = True,
+        build: Build = Build.CPU,
         cpu_setup: bool = True,
         max_num_seqs: int = 8,
         extra_args: Sequence[str] = (),
     ) -> None:
-        """Raises VllmMissingError without vLLM, ValueError where the workers outnumber the cores."""
+        """Raises VllmMissingError without vLLM, ValueError where on the CPU build the workers outnumber the cores."""
         require_vllm()
         self.model = str(model)
         self.log = log
         self.port = port or free_port()
         self.tensor_parallel_size = tensor_parallel_size
-        self._cpu_setup = cpu_setup
+        self._build = build
+        self._cpu_setup = cpu_setup and build is Build.CPU
         self._env = dict(env or {})
-        self._binding = thread_binding(tensor_parallel_size, sorted(os.sched_getaffinity(0)))
+        self._binding: dict[str, str] = {}
+        if build is Build.CPU:
+            cores = sorted(os.sched_getaffinity(0))
+            self._binding["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(tensor_parallel_size, cores)
         self._arguments = self._serve_arguments(eager, max_num_seqs, extra_args)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
@@ -130,6 +146,8 @@ class VllmServer:
         arguments += ["--max-model-len", str(MAX_MODEL_LENGTH), "--max-num-seqs", str(max_num_seqs)]
         arguments += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
         arguments += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        if self._build is Build.CUDA:
+            arguments += ["--gpu-memory-utilization", str(GPU_MEMORY_UTILIZATION)]
         arguments += ["--enforce-eager"] if eager else []
         return [*arguments, *extra_args]
 
@@ -149,7 +167,7 @@ class VllmServer:
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": self._binding,
+            **self._binding,
             "PYTHONUNBUFFERED": "1",
             **self._env,
         }
@@ -178,7 +196,10 @@ class VllmServer:
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the model's workers, in the order of their ranks. Empty while there are none."""
-        workers = [(name, pid) for pid, name in self._members() if _WORKER_NAME.match(name)]
+        members = self._members()
+        workers = [(name, pid) for pid, name in members if _WORKER_NAME.match(name)]
+        if not workers and self.tensor_parallel_size == 1:
+            workers = [(name, pid) for pid, name in members if _ENGINE_NAME.match(name)]
         return [pid for _, pid in sorted(workers, key=lambda worker: (_trailing_number(worker[0]), worker[1]))]
 
     def start(self) -> Self:

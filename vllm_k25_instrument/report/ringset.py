@@ -22,7 +22,11 @@ LOST_REMEDY: Final = {
     LostReason.TOO_LARGE: "raise K25_RING_BYTES",
     LostReason.ERROR: "see the worker's log",
     LostReason.UNREAD: "raise K25_SAMPLE_EVERY",
+    LostReason.UNTIMED: "they replayed a graph without timing events; twins are made of the decode sizes, "
+    "see K25_GRAPHS and K25_GRAPH_SIZES",
+    LostReason.OVERWRITTEN: "their graph was replayed again before it was read; K25_GRAPHS=twin prevents that",
 }
+"""What a user can do, or has to know, for every reason."""
 
 
 @dataclass(frozen=True, slots=True)
