@@ -33,7 +33,9 @@ FLAGS = (
 
 def find_chromium() -> str | None:
     """The program, or None where there is no Chromium."""
-    return next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+    return next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
 
 
 class Browser:

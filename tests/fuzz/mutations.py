@@ -254,7 +254,7 @@ def _sql(connection: sqlite3.Connection, rng: random.Random) -> str:
         case 4 if rows:
             first, second = rng.choice(rows), rng.choice(rows)
             value = connection.execute(f'SELECT "{column}" FROM "{table}" WHERE rowid = ?', (first,)).fetchone()
-            connection.execute(f'UPDATE "{table}" SET "{column}" = ? WHERE rowid = ?', (*value, second))
+            connection.execute(f'UPDATE "{table}" SET "{column}" = ? WHERE rowid = ?', (*(value or (None,)), second))
             return f"{table}.{column} of two rows equal"
         case _ if rows:
             value = rng.choice(

@@ -1,4 +1,4 @@
-"""The same work on an existing Ray cluster, for files that outgrow one machine. Ray is imported here and nowhere else."""
+"""The same work on an existing Ray cluster, for files that outgrow one machine. Ray is imported nowhere else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from vllm_k25_instrument.analysis.workers import Advance, Done, Failure, Job, run_job
-
 
 CONNECT_S: Final = 5.0
 
@@ -57,7 +56,7 @@ class RayMapper:
             text = " ".join(str(error).split())
             failure = Failure(job.input.path, f"its Ray task failed ({text[-200:]})", "is this package on every node?")
             return Done(job.input.path, job.input.kind, failure=failure)
-        assert isinstance(answer, Done)  # noqa: S101: what run_job returns
+        assert isinstance(answer, Done)  # noqa: S101 - what run_job returns
         return answer
 
 

@@ -10,7 +10,7 @@ from vllm_k25_instrument.report.gpu import CategoryTotal, GpuTotals, KernelTotal
 
 
 def reduce_table(table: KernelTable, classifier: Classifier) -> Reduced:
-    """The findings of `table`. A table knows neither steps nor when anything ran: spans and exposed times are unknown."""
+    """The findings of `table`, which knows no steps, nor when anything ran: spans and exposed times are unknown."""
     kinds = [ActivityKind(kind) for kind in table.kind.tolist()]
     kernel_names = [name for name, kind in zip(table.names, kinds, strict=True) if kind is ActivityKind.KERNEL]
     classifier = classifier.for_names(kernel_names)

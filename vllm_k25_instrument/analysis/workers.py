@@ -141,7 +141,7 @@ _read_bytes: Any = None
 
 
 def _share(read_bytes: Any) -> None:
-    global _read_bytes  # noqa: PLW0603: what a pool's initializer is for
+    global _read_bytes  # what a pool's initializer is for
     _read_bytes = read_bytes
 
 
