@@ -22,6 +22,11 @@ FAMILIES: Final[dict[str, tuple[str, frozenset[str]]]] = {
     "vllm_k25_batch_category_seconds": ("summary", frozenset({"rank", "phase", "graph_mode", "batch", "category"})),
     "vllm_k25_all_reduce_seconds": ("histogram", frozenset({"rank", "path"})),
     "vllm_k25_all_reduce_bytes_total": ("counter", frozenset({"rank", "path", "size"})),
+    "vllm_k25_all_reduce_transfer_seconds": ("histogram", frozenset({"path"})),
+    "vllm_k25_all_reduce_wait_seconds": ("histogram", frozenset({"rank"})),
+    "vllm_k25_slowest_rank_steps_total": ("counter", frozenset({"rank"})),
+    "vllm_k25_alignment_steps_total": ("counter", frozenset({"rank"})),
+    "vllm_k25_alignment_steps_skipped_total": ("counter", frozenset({"reason"})),
     "vllm_k25_steps_total": ("counter", frozenset({"rank", "phase"})),
     "vllm_k25_steps_sampled_total": ("counter", frozenset({"rank", "phase"})),
     "vllm_k25_samples_lost_total": ("counter", frozenset({"rank", "reason"})),
@@ -48,7 +53,10 @@ CLOSED_LABELS: Final = {
         "custom|pynccl|symm_mem|nccl_symm_mem|quick_reduce|flashinfer|flashinfer_pcie_ipc|aiter|cpu_shm"
         "|torch_distributed|other"
     ),
-    "reason": re.compile("aborted|too_large|error|unread|untimed|overwritten"),
+    "reason": re.compile(
+        "aborted|too_large|error|unread|untimed|overwritten"  # of a sample
+        "|missing_rank|counts_differ|incomplete|late|backlog"  # of a step that was not lined up over its ranks
+    ),
     "hook": re.compile("[a-z_]+"),
 }
 

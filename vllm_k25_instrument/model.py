@@ -20,7 +20,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from itertools import chain
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 NS_PER_SECOND: Final = 1_000_000_000
 
@@ -411,3 +415,63 @@ def unpack_sample(data: bytes | memoryview, details: Sequence[str]) -> StepSampl
         )
     except (struct.error, IndexError) as error:
         raise ValueError(f"not a step sample: {error}") from error
+
+
+_SAMPLE_FIELDS: Final = (
+    ("step", "<u8"),
+    ("start_unix_ns", "<u8"),
+    ("duration_ns", "<u8"),
+    ("overhead_ns", "<u8"),
+    ("host_ns", "<u8"),
+    ("gap_ns", "<i8"),
+    ("requests", "<u4"),
+    ("tokens", "<u4"),
+    ("padded_tokens", "<u4"),
+    ("phase", "u1"),
+    ("graph_mode", "u1"),
+    ("complete", "?"),
+    ("", "V1"),
+    ("count", "<u4"),
+    ("", "V4"),
+)
+"""`_SAMPLE`, for numpy; its padding has no name."""
+
+_RANGE_FIELDS: Final = (
+    ("start_ns", "<u8"),
+    ("duration_ns", "<u8"),
+    ("bytes", "<u8"),
+    ("layer", "<i2"),
+    ("parent", "<i2"),
+    ("detail", "<u2"),
+    ("stream", "u1"),
+    ("category", "u1"),
+)
+"""`_COLUMNS`, for numpy: `phase`, `graph_mode` and `category` are codes, `detail` an index of the ring's table."""
+
+
+@lru_cache(maxsize=1024)
+def _sample_dtype(count: int) -> np.dtype[Any]:
+    import numpy as np
+
+    ranges = np.dtype([(name, kind, (count,)) for name, kind in _RANGE_FIELDS])
+    return np.dtype([*_SAMPLE_FIELDS, ("ranges", ranges)])
+
+
+def unpack_columns(samples: Sequence[bytes]) -> NDArray[np.void]:
+    """Samples of one and the same length as a structured array: many at once, and no object for any of their ranges.
+
+    `samples` are n things that `pack_sample` wrote, all of as many bytes. The fields of the array are those of
+    ``_SAMPLE_FIELDS``, of shape (n,), and `ranges`, whose fields are those of ``_RANGE_FIELDS``, of shape
+    (n, number of ranges). Times are ns, sizes bytes. Raises ValueError where the bytes are not those of samples.
+    """
+    # Here and not above: what only writes samples, or shows a table, need not load numpy.
+    import numpy as np
+
+    size = len(samples[0]) if samples else SAMPLE_BYTES
+    count, rest = divmod(size - SAMPLE_BYTES, RANGE_BYTES)
+    if rest or not 0 <= count <= MAX_RANGES or any(len(sample) != size for sample in samples):
+        raise ValueError(f"not step samples of one length: {sorted({len(sample) for sample in samples})} bytes")
+    columns = np.frombuffer(b"".join(samples), _sample_dtype(count))
+    if (columns["count"] != count).any():
+        raise ValueError(f"not step samples: {columns['count'].tolist()} ranges in {size} bytes each")
+    return columns

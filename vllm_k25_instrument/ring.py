@@ -398,6 +398,17 @@ class RingReader:
             except ValueError:
                 self.corrupted += 1
 
+    def packed(self, first: int, end: int) -> tuple[list[bytes], tuple[str, ...]]:
+        """The bytes of the samples from the `first`-th written to before the `end`-th, and the table of their details.
+
+        For those who read many samples at once (:func:`vllm_k25_instrument.model.unpack_columns`). What is gone or
+        unreadable is counted as in `samples`, which see for the errors raised.
+        """
+        copies = [data for n in range(first, end) if (data := self._copy(n)) is not None]
+        # A detail is entered before the sample that has it: read afterwards, the table knows them all.
+        self._refresh_metadata()
+        return copies, tuple(self._details)
+
     def _copy(self, n: int) -> bytes | None:
         """The bytes of the n-th sample, whole, or None (counted)."""
         self._check_not_truncated()

@@ -18,10 +18,25 @@ from tests.exposition import (
     our_samples,
     value_of,
 )
-from vllm_k25_instrument.export.cardinality import MAX_NODE_SERIES, NODE_RANKS, worst_case, worst_case_per_rank
-from vllm_k25_instrument.export.families import empty_families, join_ranks, rank_families
-from vllm_k25_instrument.model import LIVE_CATEGORIES, LOST_REASONS, PHASES, AllReducePath, RankIdentity
-from vllm_k25_instrument.totals import TOTALS_BYTES, TOTALS_COUNT, Totals, TotalsWriter
+from vllm_k25_instrument.alignment import LEFT_OUT
+from vllm_k25_instrument.export.cardinality import (
+    MAX_NODE_SERIES,
+    NODE_RANKS,
+    worst_case,
+    worst_case_per_rank,
+    worst_case_per_server,
+)
+from vllm_k25_instrument.export.families import empty_families, join_ranks, rank_families, wait_families
+from vllm_k25_instrument.export.waits import TRANSFER_BOUNDS_NS, WAIT_BOUNDS_NS, WaitTotals
+from vllm_k25_instrument.model import (
+    ALL_REDUCE_PATHS,
+    LIVE_CATEGORIES,
+    LOST_REASONS,
+    PHASES,
+    AllReducePath,
+    RankIdentity,
+)
+from vllm_k25_instrument.totals import TOTALS_BYTES, TOTALS_COUNT, Histogram, Totals, TotalsWriter
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -41,17 +56,40 @@ class Rank:
         return rank_families(self.identity, Totals(self.memory.tobytes()))
 
 
+def full_waits(*ranks: int) -> WaitTotals:
+    """Every path and reason, and each of the ranks."""
+    touched_transfer = Histogram(TRANSFER_BOUNDS_NS, (1,) * (len(TRANSFER_BOUNDS_NS) + 1), 11)
+    touched_wait = Histogram(WAIT_BOUNDS_NS, (1,) * (len(WAIT_BOUNDS_NS) + 1), 11)
+    return WaitTotals(
+        transfer=dict.fromkeys(range(len(ALL_REDUCE_PATHS)), touched_transfer),
+        wait=dict.fromkeys(ranks, touched_wait),
+        steps=dict.fromkeys(ranks, 2),
+        slowest=dict.fromkeys(ranks, 1),
+        left_out=dict.fromkeys(LEFT_OUT, 1),
+    )
+
+
+class Waits:
+    """What a registry needs of the waiting between ranks."""
+
+    def __init__(self, totals: WaitTotals) -> None:
+        self.totals = totals
+
+    def collect(self):
+        return wait_families(self.totals)
+
+
 class Node:
     """What a registry needs of the ranks of one server."""
 
-    def __init__(self, *ranks: Rank) -> None:
+    def __init__(self, *ranks: Rank | Waits) -> None:
         self.ranks = ranks
 
     def collect(self):
         return join_ranks(rank.collect() for rank in self.ranks)
 
 
-def text_of(*ranks: Rank) -> str:
+def text_of(*ranks: Rank | Waits) -> str:
     return generate_latest(Node(*ranks)).decode()
 
 
@@ -88,7 +126,8 @@ def test_the_checker_flags(sound, unsound):
 
 
 def test_a_full_node_is_sound_in_the_text_format():
-    assert_exposition_is_sound(text_of(*(full_rank(rank) for rank in range(NODE_RANKS))))
+    ranks = range(NODE_RANKS)
+    assert_exposition_is_sound(text_of(*(full_rank(rank) for rank in ranks), Waits(full_waits(*ranks))))
 
 
 def test_a_full_node_is_sound_in_the_openmetrics_format():
@@ -243,14 +282,14 @@ def test_the_worst_case_of_a_node_is_below_its_limit():
 
 def test_a_full_rank_makes_as_many_series_as_the_worst_case_says_and_no_more():
     counted: dict[str, int] = {}
-    for family in full_rank().collect():
-        counted[family.name + ("_total" if family.type == "counter" else "")] = len(family.samples)
-    assert counted.pop("vllm_k25_build") == 1
-    assert counted == worst_case_per_rank()
+    for family in Node(full_rank(), Waits(full_waits(0))).collect():
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        counted[family.name + suffix] = len(family.samples)
+    assert counted == worst_case_per_rank() | worst_case_per_server()
 
 
 def test_every_family_of_the_table_is_in_the_worst_case():
-    assert {*worst_case_per_rank(), "vllm_k25_build_info"} == set(FAMILIES)
+    assert {*worst_case_per_rank(), *worst_case_per_server()} == set(FAMILIES)
 
 
 def test_ten_thousand_different_inputs_leave_the_number_of_series_constant():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from vllm_k25_instrument.alignment import LEFT_OUT
 from vllm_k25_instrument.export import families
 from vllm_k25_instrument.export.families import HOOK_LABELS
+from vllm_k25_instrument.export.waits import TRANSFER_BOUNDS_NS, WAIT_BOUNDS_NS
 from vllm_k25_instrument.model import ALL_REDUCE_PATHS, LIVE_CATEGORIES, LOST_REASONS, PHASES, SIZE_LABELS
 from vllm_k25_instrument.totals import ALL_REDUCE_BOUNDS_NS, BATCH_ROWS, CATEGORY_BOUNDS_NS, STEP_BOUNDS_NS
 
@@ -22,7 +24,7 @@ def _histogram(bounds_ns: tuple[int, ...]) -> int:
 
 
 def worst_case_per_rank() -> dict[str, int]:
-    """Upper bound of the number of series of each family for one rank; ``build_info``, one per server, is not in it."""
+    """Upper bound of the number of series of each family for one rank."""
     return {
         families.STEP_DURATION.name: len(PHASES) * _histogram(STEP_BOUNDS_NS),
         families.STEP_HOST.name: len(PHASES) * _histogram(STEP_BOUNDS_NS),
@@ -31,6 +33,9 @@ def worst_case_per_rank() -> dict[str, int]:
         families.BATCH_CATEGORY.name: _ROWS * len(LIVE_CATEGORIES) * _SUM_AND_COUNT,
         families.ALL_REDUCE.name: len(ALL_REDUCE_PATHS) * _histogram(ALL_REDUCE_BOUNDS_NS),
         families.ALL_REDUCE_BYTES.name: len(ALL_REDUCE_PATHS) * len(SIZE_LABELS),
+        families.ALL_REDUCE_WAIT.name: _histogram(WAIT_BOUNDS_NS),
+        families.SLOWEST_RANK.name: 1,
+        families.ALIGNMENT_STEPS.name: 1,
         families.STEPS.name: len(PHASES),
         families.STEPS_SAMPLED.name: len(PHASES),
         families.SAMPLES_LOST.name: len(LOST_REASONS),
@@ -42,6 +47,15 @@ def worst_case_per_rank() -> dict[str, int]:
     }
 
 
+def worst_case_per_server() -> dict[str, int]:
+    """Upper bound of the number of series of each family whose series a server's ranks share."""
+    return {
+        families.ALL_REDUCE_TRANSFER.name: len(ALL_REDUCE_PATHS) * _histogram(TRANSFER_BOUNDS_NS),
+        families.ALIGNMENT_SKIPPED.name: len(LEFT_OUT),
+        families.BUILD.name + "_info": 1,
+    }
+
+
 def worst_case(ranks: int = NODE_RANKS) -> int:
     """Upper bound of the number of series that a server with this many ranks can make."""
-    return ranks * sum(worst_case_per_rank().values()) + 1
+    return ranks * sum(worst_case_per_rank().values()) + sum(worst_case_per_server().values())

@@ -9,7 +9,8 @@ from threading import Lock
 
 from prometheus_client.core import Metric
 
-from vllm_k25_instrument.export.families import empty_families, join_ranks, rank_families
+from vllm_k25_instrument.export.families import empty_families, join_ranks, rank_families, wait_families
+from vllm_k25_instrument.export.waits import IN_VLLM_SAMPLES, AllReduceWaits
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.ring import RingError, RingReader, ring_paths
 
@@ -26,12 +27,18 @@ class RingCollector:
     """Collects the metrics of the rings in a folder (the Collector protocol of prometheus_client).
 
     New, replaced and vanished rings are noticed at the next scrape. A ring that cannot be read is logged once and left
-    out; a scrape raises nothing and costs one copy of a few kilobytes per rank, whatever the rings hold.
+    out; a scrape raises nothing. It costs one copy of a few kilobytes per rank, whatever the rings hold, and a look at
+    no more than `samples_per_scrape` new samples, which tell waiting from transfer.
     """
 
-    def __init__(self, locate: Callable[[], Path]) -> None:
-        """`locate` says at each scrape where the rings are: an instance's folder or one ring; it may raise OSError."""
+    def __init__(self, locate: Callable[[], Path], samples_per_scrape: int = IN_VLLM_SAMPLES) -> None:
+        """`locate` says at each scrape where the rings are: an instance's folder or one ring; it may raise OSError.
+
+        `samples_per_scrape` is of all rings together.
+        """
         self._locate = locate
+        self._waits = AllReduceWaits(samples_per_scrape)
+        self._waits_complaint = ""
         self._lock = Lock()  # scrapes may come in several threads
         self._rings: dict[Path, _OpenRing] = {}
         self._complaints: dict[Path, str] = {}
@@ -55,6 +62,7 @@ class RingCollector:
         paths = self._find_rings()
         self._keep_only(set(paths))
         ranks: dict[int, list[Metric]] = {}
+        readers: dict[int, RingReader] = {}
         for path in paths:
             try:
                 rank, families = self._read_ring(path)
@@ -66,8 +74,21 @@ class RingCollector:
                 self._complain(path, error)
             else:
                 ranks[rank] = families
+                readers[rank] = self._rings[path].reader
                 self._complaints.pop(path, None)
-        return [ranks[rank] for rank in sorted(ranks)]
+        return [*(ranks[rank] for rank in sorted(ranks)), *self._read_waits([readers[rank] for rank in sorted(ranks)])]
+
+    def _read_waits(self, readers: list[RingReader]) -> list[list[Metric]]:
+        try:
+            self._waits.read(readers)
+        except Exception as error:  # what has been counted is still right
+            if self._waits_complaint != str(error):
+                self._waits_complaint = str(error)
+                logger.warning("K25: samples left out of the waiting between ranks: %s", error)
+        else:
+            self._waits_complaint = ""
+        totals = self._waits.totals()
+        return [wait_families(totals)] if totals is not None else []
 
     def _find_rings(self) -> list[Path]:
         try:

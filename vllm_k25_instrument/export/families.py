@@ -23,6 +23,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
+from vllm_k25_instrument.export.waits import WaitTotals
 from vllm_k25_instrument.hooks.names import HOOK_NAMES
 from vllm_k25_instrument.hooks.point import HookState
 from vllm_k25_instrument.model import (
@@ -110,6 +111,33 @@ ALL_REDUCE_BYTES: Final = Family(
     ("rank", "path", "size"),
     "Bytes of all-reduced messages by path and message size (size is the upper bound in bytes), sampled steps only.",
 )
+ALL_REDUCE_TRANSFER: Final = Family(
+    PREFIX + "all_reduce_transfer_seconds",
+    ("path",),
+    "Transfer of all-reduces in seconds by the path really taken: of each, the least duration of any rank of its "
+    "tensor-parallel group; sampled steps that were lined up over all ranks only.",
+)
+ALL_REDUCE_WAIT: Final = Family(
+    PREFIX + "all_reduce_wait_seconds",
+    ("rank",),
+    "Waiting in all-reduces in seconds: of each, the rank's duration minus the transfer; sampled steps that were lined "
+    "up over all ranks only.",
+)
+SLOWEST_RANK: Final = Family(
+    PREFIX + "slowest_rank_steps_total",
+    ("rank",),
+    "Lined-up steps in which the other ranks of the tensor-parallel group waited for this one: it waited least.",
+)
+ALIGNMENT_STEPS: Final = Family(
+    PREFIX + "alignment_steps_total",
+    ("rank",),
+    "Sampled steps whose all-reduces were lined up with those of the other ranks, since the exporter started.",
+)
+ALIGNMENT_SKIPPED: Final = Family(
+    PREFIX + "alignment_steps_skipped_total",
+    ("reason",),
+    "Sampled steps of a tensor-parallel group whose all-reduces were not lined up over its ranks.",
+)
 STEPS: Final = Family(PREFIX + "steps_total", ("rank", "phase"), "Executed model steps; idle calls are not steps.")
 STEPS_SAMPLED: Final = Family(
     PREFIX + "steps_sampled_total", ("rank", "phase"), "Executed model steps whose ranges were timed and recorded."
@@ -164,6 +192,11 @@ class _Families:
         self.batch_category = BATCH_CATEGORY.summary()
         self.all_reduce = ALL_REDUCE.histogram()
         self.all_reduce_bytes = ALL_REDUCE_BYTES.counter()
+        self.all_reduce_transfer = ALL_REDUCE_TRANSFER.histogram()
+        self.all_reduce_wait = ALL_REDUCE_WAIT.histogram()
+        self.slowest_rank = SLOWEST_RANK.counter()
+        self.alignment_steps = ALIGNMENT_STEPS.counter()
+        self.alignment_skipped = ALIGNMENT_SKIPPED.counter()
         self.steps = STEPS.counter()
         self.steps_sampled = STEPS_SAMPLED.counter()
         self.samples_lost = SAMPLES_LOST.counter()
@@ -189,8 +222,27 @@ def rank_families(identity: RankIdentity, totals: Totals) -> list[Metric]:
     return list(families.in_order())
 
 
+def wait_families(totals: WaitTotals) -> list[Metric]:
+    """The families of what the ranks of a server waited for each other, filled; the others are empty."""
+    families = _Families()
+    for path_code, transfer in totals.transfer.items():
+        path = ALL_REDUCE_PATHS[path_code]
+        _add_histogram(families.all_reduce_transfer, ALL_REDUCE_TRANSFER, (path,), transfer)
+    for rank, wait in sorted(totals.wait.items()):
+        labels = (str(rank),)
+        _add_histogram(families.all_reduce_wait, ALL_REDUCE_WAIT, labels, wait)
+        families.slowest_rank.add_metric(labels, totals.slowest[rank])
+        families.alignment_steps.add_metric(labels, totals.steps[rank])
+    for reason, steps in totals.left_out.items():
+        families.alignment_skipped.add_metric((reason,), steps)
+    return list(families.in_order())
+
+
 def join_ranks(ranks: Iterable[Sequence[Metric]]) -> list[Metric]:
-    """The families of several ranks of one server as one list; ``build_info``, one per server, is the first rank's."""
+    """The families of several ranks of one server, and of what they waited, as one list.
+
+    ``build_info``, one per server, is the first rank's.
+    """
     joined = empty_families()
     for families in ranks:
         for whole, part in zip(joined, families, strict=True):

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 
 from vllm_k25_instrument.export.collector import RingCollector
 from vllm_k25_instrument.export.follow import InstanceFollower
+from vllm_k25_instrument.export.waits import EXPORTER_SAMPLES
 
 _STOP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 
@@ -35,13 +36,13 @@ class ListenError(Exception):
 def registry_of(path: Path) -> CollectorRegistry:
     """A registry with the metrics of the rings at `path` (as for InstanceFollower), and nothing else."""
     registry = CollectorRegistry()
-    registry.register(RingCollector(InstanceFollower(path)))
+    registry.register(RingCollector(InstanceFollower(path), EXPORTER_SAMPLES))
     return registry
 
 
 def exposition_of(path: Path) -> str | None:
     """The text that a scrape would get now, or None where no ring can be read."""
-    text = generate_latest(RingCollector(InstanceFollower(path))).decode()
+    text = generate_latest(RingCollector(InstanceFollower(path), EXPORTER_SAMPLES)).decode()
     has_samples = any(line and not line.startswith("#") for line in text.splitlines())
     return text if has_samples else None
 
