@@ -66,9 +66,9 @@ def analyze(
     caveats += [Caveat(CaveatCode.FILE_UNREADABLE, str(failure.error())) for failure in failures]
     ranks, about_ranks = _by_rank(done)
     caveats += about_ranks
-    expected = options.expect_ranks or max([len(ranks), *(rank.world_size for rank in ranks)])
-    if options.expect_ranks and len(ranks) > options.expect_ranks:
-        expected = len(ranks)
+    # A file that calls itself rank 5 has at least five others, whether it says how many or not.
+    said = max(max(rank.world_size, rank.rank + 1) for rank in ranks)
+    expected = max(len(ranks), options.expect_ranks or said)
     is_table = chosen.source is Source.KEY_AVERAGES
     comparison = compare_ranks(ranks, expected)
     if is_table:

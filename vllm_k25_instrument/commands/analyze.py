@@ -36,7 +36,7 @@ def analyze(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PATHS...",
+            metavar="PATHS",
             help="torch.profiler traces (.json, .json.gz), nsys exports (.sqlite, .nsys-rep), key_averages tables "
             "(profiler_out_*.txt), or a directory of the ranks of one run. What a file is, its content says.",
             show_default=False,

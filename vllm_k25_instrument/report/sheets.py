@@ -13,6 +13,7 @@ from vllm_k25_instrument.report.gpu import GpuFindings, GpuTotals, KernelTotal, 
 
 TOP_KERNELS: Final = 12
 TOP_OTHERS: Final = 10
+MAX_STEPS: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +181,11 @@ def _kernel_line(kernel: KernelTotal, whole_ns: int, *, with_category: bool) -> 
     return Line(short_kernel(kernel.name), cells, category=kernel.category, full_name=kernel.name)
 
 
-def steps_sheet(rank: RankFindings) -> Sheet:
-    """Every step of one rank."""
+def steps_sheet(rank: RankFindings, limit: int = MAX_STEPS) -> Sheet:
+    """The steps of one rank, one by one, the first `limit` of them."""
+    more = f", the first {limit:,} of {len(rank.steps):,} (the JSON has all)" if len(rank.steps) > limit else ""
     return Sheet(
-        f"Each step of rank {rank.rank}",
+        f"Each step of rank {rank.rank}{more}",
         "",
         ("step", "kernels", "sum µs", "span µs", "busy µs", "overlap µs", "idle µs", "launches", "to the next µs"),
         tuple(
@@ -205,7 +207,7 @@ def steps_sheet(rank: RankFindings) -> Sheet:
                     ABSENT if step.period_ns is None else microseconds(step.period_ns),
                 ),
             )
-            for step in rank.steps
+            for step in rank.steps[:limit]
         ),
     )
 
