@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from tests.contract.test_twins import FullServer, instrumented  # noqa: E402
+from tests.sim import SimulatedGpu  # noqa: E402
 from vllm_k25_instrument.demo import tiny_model  # noqa: E402
-from vllm_k25_instrument.demo.build import MAX_WORKERS, Build  # noqa: E402
+from vllm_k25_instrument.demo.build import CUDA_SAMPLE_EVERY, MAX_WORKERS, Build  # noqa: E402
 from vllm_k25_instrument.demo.server import VllmServer  # noqa: E402
 from vllm_k25_instrument.demo.tiny_model import TinyShape  # noqa: E402
+from vllm_k25_instrument.model import LostReason  # noqa: E402
 
 pytestmark = pytest.mark.contract
 
@@ -82,3 +86,20 @@ def test_vllm_knows_every_option_of_the_command_line(tmp_path, workers):
     assert arguments.gpu_memory_utilization == 0.1
     assert arguments.kv_cache_memory_bytes == 512 * 1024 * 1024
     assert arguments.enforce_eager is False
+
+
+def unread(gpu: SimulatedGpu, sample_every: int) -> tuple[int, int]:
+    """Samples read and lost as unread, of 60 steps of one graph with two in flight, as async scheduling has."""
+    with instrumented(gpu, sample_every=sample_every) as made:
+        server = FullServer(made, (8,), random.Random(4))
+        server.capture()
+        for _ in range(60):
+            server.step(server.descs[0], depth=2)
+        server.settle()
+        return len(made.samples()), made.lost().get(LostReason.UNREAD, 0)
+
+
+def test_with_two_steps_in_flight_the_demos_sampling_reads_every_twin_and_sampling_all_steps_would_not(gpu):
+    assert unread(gpu, CUDA_SAMPLE_EVERY) == (20, 0)
+    _, lost = unread(gpu, 1)
+    assert lost > 10
