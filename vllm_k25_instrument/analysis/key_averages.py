@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -195,7 +196,8 @@ def _tables(lines: Iterable[str]) -> Iterator[_Table]:
         for key, table in list(open_tables.items()):
             footer = _FOOTER.search(line)
             if footer is not None and table.closed and _source(line) == key[0]:
-                table.footer_ns, table.footer_half_unit_ns = _time(footer[1])
+                with suppress(ValueError):  # a footer that is cut says nothing
+                    table.footer_ns, table.footer_half_unit_ns = _time(footer[1])
                 yield open_tables.pop(key)
                 break
             if not table.closed and _add(table, line, key):
