@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from vllm_k25_instrument.commands.analyze import analyze
+from vllm_k25_instrument.commands.classify import classify
 from vllm_k25_instrument.commands.compare import compare
 from vllm_k25_instrument.commands.demo import demo
 from vllm_k25_instrument.commands.doctor import doctor
@@ -19,7 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (demo, doctor, top, export, report, analyze, compare):
+for command in (demo, doctor, top, export, report, analyze, compare, classify):
     app.command()(command)
 
 if __name__ == "__main__":
