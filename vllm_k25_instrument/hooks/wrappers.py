@@ -20,7 +20,8 @@ from vllm_k25_instrument.hooks.arguments import argument
 from vllm_k25_instrument.hooks.point import HookKind, HookPoint
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import HOOKED_CATEGORIES, NO_LAYER, GraphMode
-from vllm_k25_instrument.recorder.recorder import CODE, END, PUSHED, START, Recorder
+from vllm_k25_instrument.recorder.recorder import Recorder
+from vllm_k25_instrument.recorder.step import CODE, END, PUSHED, START
 
 Function = Callable[..., Any]
 
@@ -113,16 +114,19 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
         except BaseException:
             recorder.range_raised(opened)
             raise
-        if annotations is not None:
-            annotations.close(opened)
-        recorder.top = parent
-        step.overhead_ns += began - entered
+        failure: Exception | None = None
         try:
             opened[END] = mark()
         except Exception as error:
+            failure = error
+        recorder.top = parent
+        step.overhead_ns += began - entered
+        if annotations is not None:
+            annotations.close(opened)
+        if failure is not None:
             if opened[PUSHED]:
                 recorder.pop_marker()
-            recorder.mark_failed(error)
+            recorder.mark_failed(failure)
             return result
         # Without a marker to pop, what is left to do here takes less than the clock that would time it.
         if opened[PUSHED]:

@@ -24,7 +24,7 @@ from typing import Any, Final
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.markers import range_name
 from vllm_k25_instrument.model import HOOKED_CATEGORIES
-from vllm_k25_instrument.recorder.recorder import CODE, DETAIL, LAYER, NBYTES, OpenRange
+from vllm_k25_instrument.recorder.step import CODE, DETAIL, LAYER, NBYTES, OpenRange
 
 ANNOTATION_KEY: Final = "vllm_k25"
 """The field of a kernel's ``args``, in an annotated trace, that holds the name of its range."""

@@ -23,7 +23,8 @@ from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import GraphMode
 from vllm_k25_instrument.recorder.annotations import GraphAnnotations, annotations_file_name, find_annotations
 from vllm_k25_instrument.recorder.cuda import CudaDevice
-from vllm_k25_instrument.recorder.recorder import OpenRange, OpenStep, Recorder
+from vllm_k25_instrument.recorder.recorder import Recorder
+from vllm_k25_instrument.recorder.step import OpenRange, OpenStep
 from vllm_k25_instrument.settings import GraphTiming
 
 MEMORY_RESERVE: Final = 256 * 1024 * 1024

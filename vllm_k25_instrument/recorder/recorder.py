@@ -7,9 +7,8 @@ methods never raise: an error in our own code is reported to `on_error` and cost
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from operator import sub
+from collections import deque
+from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
@@ -17,106 +16,41 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm_k25_instrument.hooks.point import Args, HookPoint, Kwargs
 from vllm_k25_instrument.markers import Markers
 from vllm_k25_instrument.model import (
-    ALL_REDUCE_PATHS,
     CATEGORY_CODE,
-    GRAPH_MODES,
-    HOOKED_CATEGORIES,
     LOST_REASONS,
     NO_LAYER,
-    NO_PARENT,
-    PHASES,
-    RANGE_COLUMNS,
-    AllReducePath,
     Category,
     GraphMode,
     LostReason,
     Phase,
-    expose,
-    pack_sample,
 )
 from vllm_k25_instrument.recorder.device import Device, HostClock
 from vllm_k25_instrument.recorder.phase import PhaseClassifier
+from vllm_k25_instrument.recorder.samples import PHASE_CODE, write_sample
+from vllm_k25_instrument.recorder.step import (
+    BORROWED,
+    CODE,
+    DETAIL,
+    END,
+    INDEX,
+    LAYER,
+    NBYTES,
+    PARENT,
+    PUSHED,
+    START,
+    OpenRange,
+    OpenStep,
+)
 from vllm_k25_instrument.ring import RingWriter
 
 if TYPE_CHECKING:
     from vllm_k25_instrument.recorder.annotations import GraphAnnotations
     from vllm_k25_instrument.recorder.graphs import TimedGraphs
 
-_PHASE_CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
-_GRAPH_CODE: Final = {mode: code for code, mode in enumerate(GRAPH_MODES)}
-_PATH_CODE: Final = {str(path): code for code, path in enumerate(ALL_REDUCE_PATHS)}
 _LOST_CODE: Final = {reason: code for code, reason in enumerate(LOST_REASONS)}
 _ALL_REDUCE: Final = CATEGORY_CODE[Category.ALL_REDUCE]
-_OTHER_PATH: Final = _PATH_CODE[AllReducePath.OTHER]
 
 ErrorHandler = Callable[[HookPoint | None, Exception], None]
-
-
-OpenRange = list[Any]
-"""A range of the step that is being recorded, made by the wrapper of a hooked call. A plain list, and not an object,
-because every hooked call of a sampled step makes one. Its items have the names below."""
-
-CODE: Final = 0  # the category's code
-HOOK: Final = 1  # the index of the hook's name
-INDEX: Final = 2  # the range's index in its step
-PARENT: Final = 3  # the enclosing range, or None
-DETAIL: Final = 4
-NBYTES: Final = 5
-LAYER: Final = 6
-STREAM: Final = 7
-PUSHED: Final = 8  # whether an NVTX range is open for it
-START: Final = 9  # the device's marks
-END: Final = 10
-BORROWED: Final = 11  # whether it belongs to a graph, which keeps it from replay to replay
-
-
-class OpenStep:
-    """A step between its begin and the moment that its marks have been read."""
-
-    __slots__ = (
-        "aborted",
-        "complete",
-        "done",
-        "end",
-        "graph_mode",
-        "graphs",
-        "host_end_ns",
-        "host_start_ns",
-        "number",
-        "overhead_ns",
-        "overwritten",
-        "padded_tokens",
-        "phase",
-        "pushed",
-        "ranges",
-        "requests",
-        "sampled",
-        "start",
-        "start_unix_ns",
-        "tokens",
-    )
-
-    def __init__(self, number: int, phase: Phase, requests: int, tokens: int, sampled: bool) -> None:
-        self.number = number
-        self.phase = phase
-        self.requests = requests
-        self.tokens = tokens
-        self.padded_tokens = tokens
-        self.graph_mode = GraphMode.NONE
-        self.graphs: Any = None  # the instrumented graphs that this step replays, if any
-        self.sampled = sampled
-        self.ranges: list[OpenRange] = []
-        self.overhead_ns = 0
-        self.complete = True
-        self.aborted = False
-        self.overwritten = False  # a graph of it was replayed again before its marks were read
-        self.done = False  # its marks have been read, or never will be
-        self.pushed = False
-        self.start_unix_ns = 0
-        self.host_start_ns = 0
-        self.host_end_ns = 0
-        self.start: Any = None
-        self.end: Any = None
 
 
 class Recorder:
@@ -457,88 +391,16 @@ class Recorder:
                     self.device.release(mark for mark in (r[START], r[END]) if mark is not None)
 
     def _account(self, step: OpenStep) -> None:
-        totals = self._ring.totals
-        phase = _PHASE_CODE[step.phase]
         (duration,) = self.device.offsets_ns(step.start, (step.end,))
-        host = step.host_end_ns - step.host_start_ns
-        totals.add_step(phase, duration, host)
+        self._ring.totals.add_step(PHASE_CODE[step.phase], duration, step.host_end_ns - step.host_start_ns)
         if not step.sampled:
             return
         if step.overwritten:
             self._lose(LostReason.OVERWRITTEN)
             return
         gap = 0 if self._last_end is None else self.device.offsets_ns(self._last_end, (step.start,))[0]
-        graph = _GRAPH_CODE[step.graph_mode]
-        columns, exclusive, hooks = self._resolve(step)
-        sample = pack_sample(
-            step=step.number,
-            phase_code=phase,
-            requests=step.requests,
-            tokens=step.tokens,
-            padded_tokens=step.padded_tokens,
-            graph_code=graph,
-            start_unix_ns=step.start_unix_ns,
-            duration_ns=duration,
-            host_ns=host,
-            gap_ns=gap,
-            overhead_ns=step.overhead_ns,
-            complete=step.complete,
-            range_columns=columns,
-        )
-        totals.add_overhead(step.overhead_ns)
-        if not self._ring.append(sample):
+        if not write_sample(step, duration, gap, self.device, self._ring):
             self._lose(LostReason.TOO_LARGE)
-            return
-        totals.add_sample(phase, graph, step.requests, duration, [*exclusive, duration - sum(exclusive)])
-        for hook_index, count in Counter(hooks).items():
-            totals.add_hook_calls(hook_index, count)
-        self._count_all_reduces(step.ranges, columns)
-
-    def _resolve(self, step: OpenStep) -> tuple[list[Sequence[int]], list[int], Sequence[int]]:
-        """The ranges as columns for `pack_sample`, the exclusive time per hooked category, and the ranges' hooks.
-
-        Column by column, since this runs on the engine's thread between two steps.
-        """
-        ranges = step.ranges
-        exclusive = [0] * len(HOOKED_CATEGORIES)
-        if not ranges:
-            return [()] * RANGE_COLUMNS, exclusive, ()
-        columns = zip(*ranges, strict=True)
-        codes, hooks, _, parents, details, nbytes, layers, streams, _, start_marks, end_marks, _ = columns
-        starts = self.device.offsets_ns(step.start, start_marks)
-        ends = self.device.offsets_ns(step.start, end_marks)
-        durations = list(map(sub, ends, starts))
-        one_stream = not any(streams)
-        shares = durations if one_stream else expose(starts, ends, streams)
-        for code, share in zip(codes, shares, strict=True):
-            exclusive[code] += share
-        parent_indices = [NO_PARENT] * len(ranges)
-        if any(parents):
-            for index, parent in enumerate(parents):
-                if parent is not None:
-                    parent_indices[index] = parent[INDEX]
-                    if one_stream:
-                        exclusive[parent[CODE]] -= durations[index]
-        detail_indices = {detail: self._ring.detail_index(detail) for detail in set(details)}
-        detail_column = [detail_indices[detail] for detail in details]
-        return [starts, durations, nbytes, layers, parent_indices, detail_column, streams, codes], exclusive, hooks
-
-    def _count_all_reduces(self, ranges: list[OpenRange], columns: Sequence[Sequence[int]]) -> None:
-        """Add a sample's all-reduces to the totals, path by path (most steps know one)."""
-        _, durations, nbytes, _, _, details, _, codes = columns
-        mine = [index for index, code in enumerate(codes) if code == _ALL_REDUCE]
-        of_path: dict[int, list[int]] = {}
-        if len({details[index] for index in mine}) == 1:
-            of_path[details[mine[0]]] = mine
-        else:
-            for index in mine:
-                of_path.setdefault(details[index], []).append(index)
-        for indices in of_path.values():
-            self._ring.totals.add_all_reduces(
-                _PATH_CODE.get(ranges[indices[0]][DETAIL], _OTHER_PATH),
-                [durations[index] for index in indices],
-                [nbytes[index] for index in indices],
-            )
 
     def _lose(self, reason: LostReason, error: Exception | None = None) -> None:
         self._ring.totals.add_lost(_LOST_CODE[reason])
