@@ -31,6 +31,11 @@ ADOPTED: Final = "_k25_shared_experts"
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
+OWN_COST_EVERY: Final = 7
+"""Our own cost is timed at every seventh range and counted seven times: timing it costs as much as some of it. Seven is
+prime to the number of ranges that a layer has, so that all kinds of range have their turn."""
+
+
 def wrap(function: Function, point: HookPoint, recorder: Recorder) -> Function:
     """`function` with the behaviour of `point` around it, under its own name, signature and documentation."""
     wrapper = _WRAPPERS[point.kind](function, point, recorder)
@@ -57,11 +62,11 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
     detail_of, nbytes_of, layer_of, inherits_layer = point.detail, point.nbytes, point.layer, point.inherits_layer
     device, mark, markers = recorder.device, recorder.device.mark, recorder.markers
     host_time, silenced = recorder.marks_are_host_time, recorder.silenced
+    cost_every = OWN_COST_EVERY if markers is None else 1
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _is_dynamo_compiling() or not recorder.recording:
             return function(*args, **kwargs)
-        entered = perf_counter_ns()
         step = recorder.step
         if step is None or (silenced and point in silenced):
             return function(*args, **kwargs)
@@ -73,6 +78,9 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
             return function(*args, **kwargs)
         if not host_time and not device.may_mark():
             return function(*args, **kwargs)
+        ranges = step.ranges
+        index = len(ranges)
+        entered = 0 if index % cost_every else perf_counter_ns()
         try:
             if layer_of is not None:
                 recorder.layer = layer = layer_of(args, kwargs)
@@ -89,8 +97,7 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
         except Exception as error:
             recorder.on_error(point, error)
             return function(*args, **kwargs)
-        ranges = step.ranges
-        opened = [code, hook_index, len(ranges), parent, detail, nbytes, layer, stream, pushed, None, None, False]
+        opened = [code, hook_index, index, parent, detail, nbytes, layer, stream, pushed, None, None, False]
         try:
             opened[START] = start = mark()
         except Exception as error:
@@ -120,7 +127,8 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
         except Exception as error:
             failure = error
         recorder.top = parent
-        step.overhead_ns += began - entered
+        if entered:
+            step.overhead_ns += (began - entered) * cost_every
         if annotations is not None:
             annotations.close(opened)
         if failure is not None:
