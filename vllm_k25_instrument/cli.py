@@ -12,6 +12,7 @@ from vllm_k25_instrument.commands.doctor import doctor
 from vllm_k25_instrument.commands.export import export
 from vllm_k25_instrument.commands.report import report
 from vllm_k25_instrument.commands.top import top
+from vllm_k25_instrument.commands.whatif import whatif
 
 app = typer.Typer(
     name="vllm-k25",
@@ -20,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (demo, doctor, top, export, report, analyze, compare, classify):
+for command in (demo, doctor, top, export, report, analyze, compare, classify, whatif):
     app.command()(command)
 
 if __name__ == "__main__":

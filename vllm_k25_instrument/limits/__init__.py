@@ -1,0 +1,1 @@
+"""Physical limits: what a step cannot be faster than, from the model's dimensions and the GPU's data sheet."""
