@@ -51,14 +51,14 @@ def _notes(path: Path, document: Document, damage: str) -> tuple[Note, ...]:
                 events,
             )
         )
-    encoding = document.encoding
-    if encoding.count:
+    offsets = document.encoding.offsets
+    if offsets:
         notes.append(
             Note(
                 NoteCode.INVALID_ENCODING,
-                f"{path}: invalid text encoding, first at byte {encoding.first_offset}: the characters were replaced, "
+                f"{path}: invalid text encoding, first at byte {min(offsets)}: the characters were replaced, "
                 "all events kept",
-                encoding.count,
+                len(offsets),
             )
         )
     return tuple(notes)

@@ -424,17 +424,15 @@ class SectionAssembly:
         """
         marked = np.flatnonzero(mark != MISSING)
         anchor = np.where(launch[marked] >= 0, launch[marked], -1 - marked)
-        pairs, inverse = np.unique(np.stack([anchor, mark[marked].astype(np.int64)]), axis=1, return_inverse=True)
-        inverse = inverse.reshape(-1)
-        first = np.full(pairs.shape[1], len(marked), np.int64)
-        np.minimum.at(first, inverse, np.arange(len(marked)))
-        launched = pairs[0] >= 0
-        at = np.maximum(pairs[0], 0)
+        code = anchor * len(self._names) + mark[marked]
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        launched = anchor[first] >= 0
+        at = np.maximum(anchor[first], 0)
         own_start = self._section.gpu.column("start")[rows[marked[first]]]
         added = {
             "start_ns": own_start,
             "duration_ns": np.zeros_like(own_start),
-            "name": pairs[1],
+            "name": mark[marked[first]],
             "thread": np.zeros_like(own_start),
             "parent": annotation[marked[first]],
         }

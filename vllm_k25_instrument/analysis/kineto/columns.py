@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_k25_instrument.analysis.capture import ActivityKind, Int32, Int64
-from vllm_k25_instrument.analysis.kineto.rows import MISSING, ROLES, Args, Batch, Category, Role, Row
+from vllm_k25_instrument.analysis.kineto.rows import MISSING, ROLES, Args, Batch, Category, FullRow, Phase, Role, Row
 
 BAD_DURATION: Final = -1
 
@@ -23,8 +23,6 @@ _KINDS: Final = {
     Role.MEMCPY: ActivityKind.MEMCPY,
     Role.MEMSET: ActivityKind.MEMSET,
 }
-# Phases of rows that are no intervals: metadata, instants, flows, counters, asynchronous and object events.
-_NO_INTERVAL: Final = frozenset("MiIRstfCbneNODaSTpF(),vVc")
 
 
 class Interned:
@@ -161,16 +159,18 @@ class Section:
             section = section.parent
         return None
 
-    def add(self, batch: Batch) -> None:
-        """Take the rows of one batch."""
-        self.rows += len(batch.rows)
-        self.skipped.no_object += batch.skipped
+    def add(self, batch: Batch) -> bool:
+        """Take the rows of one batch. False where it takes none, since some can only be told by their full form."""
         by_role: dict[Role, list[Row]] = {role: [] for role in Role}
         unnamed: list[Row] = []
         by_category: dict[Category | None, list[Row]] = {cat: by_role[role] for cat, role in ROLES.items()}
         by_category[None] = unnamed
         for row in batch.rows:
             by_category[row.cat].append(row)
+        if unnamed and not batch.full:
+            return False
+        self.rows += len(batch.rows)
+        self.skipped.no_object += batch.skipped
         known_pids = len(self.pids)
         self._add_unnamed(unnamed)
         for role, kind in _KINDS.items():
@@ -184,33 +184,44 @@ class Section:
         if len(self.pids) > known_pids:
             for pid in dict.fromkeys(map(_PID, batch.rows)):
                 self.appeared.setdefault(pid, len(self.appeared))
+        return True
 
     def _add_unnamed(self, rows: list[Row]) -> None:
         for row in rows:
-            if row.ph == "M":
+            if not isinstance(row, FullRow):
+                continue
+            if row.ph is Phase.METADATA:
                 if row.pid is not None and row.args is not None:
                     said = self.process_names.setdefault(row.pid, [])
                     if row.name == "process_name" and row.args.name is not None:
                         said.append(row.args.name)
                     elif row.name == "process_labels" and row.args.labels is not None:
                         said.append(row.args.labels)
-            elif row.ph is None or row.ph not in _NO_INTERVAL:
+            elif row.ph is not Phase.OTHER:
                 self.skipped.no_category += 1
 
     def _add_gpu(self, rows: list[Row], kind: ActivityKind, ts_is_ns: bool) -> None:
-        timed = [row for row in rows if row.ts is not None and row.dur is not None]
-        self.skipped.no_time += len(rows) - len(timed)
-        whole = [row for row in timed if row.args is not None]
-        self.skipped.no_args += len(timed) - len(whole)
+        whole = [row for row in rows if row.ts is not None and row.dur is not None and row.args is not None]
         count = len(whole)
+        if count < len(rows):
+            no_time = sum(row.ts is None or row.dur is None for row in rows)
+            self.skipped.no_time += no_time
+            self.skipped.no_args += len(rows) - count - no_time
         if not count:
             return
         args = [row.args for row in whole]
+        stream = _integers(args, _STREAM)
+        columns = self._common(whole, ts_is_ns)
+        if (stream == MISSING).any():
+            tid = self.tids.numbers(map(_TID, whole), count)
+        else:  # nobody will ask
+            tid = np.full(count, self.tids.numbers((None,), 1)[0])
         self.gpu.append(
-            **self._common(whole, ts_is_ns),
+            **columns,
+            tid=tid,
             kind=np.full(count, kind, np.int8),
             device=_integers(args, _DEVICE),
-            stream=_integers(args, _STREAM),
+            stream=stream,
             correlation=_integers(args, _CORRELATION),
             external=_integers(args, _EXTERNAL),
             bytes=np.zeros(count, np.int64) if kind is ActivityKind.KERNEL else _integers(args, _BYTES),
@@ -228,6 +239,7 @@ class Section:
         args: list[Any] = [row.args or _NO_ARGS for row in timed]
         self.calls.append(
             **self._common(timed, ts_is_ns),
+            tid=self.tids.numbers(map(_TID, timed), len(timed)),
             correlation=_integers(args, _CORRELATION),
             external=_integers(args, _EXTERNAL),
         )
@@ -241,6 +253,7 @@ class Section:
         args: list[Any] = [row.args or _NO_ARGS for row in timed]
         self.host.append(
             **self._common(timed, ts_is_ns),
+            tid=self.tids.numbers(map(_TID, timed), len(timed)),
             external=_integers(args, _EXTERNAL),
             operator=np.full(len(timed), operators),
         )
@@ -257,14 +270,13 @@ class Section:
             "duration": np.where(duration_us < 0, BAD_DURATION, ns_of_float_us(duration_us)),
             "name": self.names.numbers(map(_NAME, rows), count),
             "pid": self.pids.numbers(map(_PID, rows), count),
-            "tid": self.tids.numbers(map(_TID, rows), count),
         }
 
     def _marks(self, args: Sequence[Args | None]) -> Int32:
         """Numbers of the names that graph-node annotations give; -1 where there is none."""
+        if not any(map(_MARK, args)) and not any(map(_ANNOTATION, args)):
+            return np.full(len(args), MISSING, np.int32)
         marks = [a.annotation or a.mark for a in args if a is not None]
-        if not any(marks):
-            return np.full(len(marks), MISSING, np.int32)
         numbers = self.names.numbers((mark or "" for mark in marks), len(marks))
         return np.where(np.array([bool(mark) for mark in marks]), numbers, MISSING).astype(np.int32)
 
@@ -279,6 +291,8 @@ _DEVICE: Final = operator.attrgetter("device")
 _STREAM: Final = operator.attrgetter("stream")
 _CORRELATION: Final = operator.attrgetter("correlation")
 _EXTERNAL: Final = operator.attrgetter("external")
+_MARK: Final = operator.attrgetter("mark")
+_ANNOTATION: Final = operator.attrgetter("annotation")
 _BYTES: Final = operator.attrgetter("bytes")
 
 

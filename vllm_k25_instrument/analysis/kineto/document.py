@@ -334,6 +334,8 @@ class Document:
         while cut > start:
             try:
                 batch = self._decode(start, cut)
+                if not section.add(batch):
+                    section.add(self._decode(start, cut, full=True))
             except MalformedError as error:
                 if error.offset < 0:
                     break
@@ -346,7 +348,6 @@ class Document:
                     seam = self._last_seam(start, min(bad, cut - 1))
                     cut = seam if seam < cut else -1
                 continue
-            section.add(batch)
             window.position = cut
             return min(max(size, _MIN_CHUNK) * 2, CHUNK_BYTES)
         if size > _MIN_CHUNK and cut > start:
@@ -369,7 +370,7 @@ class Document:
         window.position = cut
         return True
 
-    def _decode(self, start: int, cut: int, *, loose: bool = False) -> Batch:
+    def _decode(self, start: int, cut: int, *, full: bool = False, loose: bool = False) -> Batch:
         """The rows in [start, cut) of the window, where an element begins at `start`. Raises MalformedError."""
         window = self._window
         data = window.data
@@ -382,7 +383,7 @@ class Document:
         data[cut] = ord("]")
         try:
             with memoryview(data) as view, view[start - 1 : cut + 1] as array:
-                return self._decoder.many(array, window.offset - 1, loose=loose)
+                return self._decoder.many(array, window.offset - 1, full=full, loose=loose)
         finally:
             data[start - 1] = before
             data[cut] = after

@@ -10,7 +10,8 @@ import enum
 import json
 import operator
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Final
 
@@ -41,6 +42,20 @@ class Role(enum.Enum):
     NONE = 6
 
     __hash__ = object.__hash__  # the default one is Python code, and runs once a row
+
+
+class Phase(enum.Enum):
+    """Value of `ph`."""
+
+    INTERVAL = "X"
+    METADATA = "M"
+    OTHER = ""  # instants, flows, counters, asynchronous and object events: nothing that lasts on its own row
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def _missing_(cls, value: object) -> Phase:
+        return cls.OTHER
 
 
 class Category(enum.Enum):
@@ -108,15 +123,21 @@ class Args(Struct, gc=False):
     # What torch.cuda._graph_annotations leaves on the kernels of a graph.
     annotation: str | None = None
     mark: str | None = msgspec.field(default=None, name="str")
-    # What a row of metadata names: a process, or the label of one.
+
+
+class MetadataArgs(Args, gc=False):
+    """With what a row of metadata names: a process, or the label of one."""
+
     name: str | None = None
     labels: str | None = None
 
 
 class Row(Struct, gc=False):
-    """A row with its times in microseconds, as the file has them."""
+    """A row with its times in microseconds, as the file has them.
 
-    ph: str | None = None
+    Without `ph`, which costs a quarter of the decoding and matters only for rows without a category.
+    """
+
     cat: Category | None = None
     name: str | None = None
     pid: Integer | str | None = None
@@ -126,24 +147,33 @@ class Row(Struct, gc=False):
     args: Args | None = None
 
 
+class FullRow(Row, gc=False):
+    """A row with all that anybody asks for."""
+
+    args: MetadataArgs | None = None
+    ph: Phase | None = None
+
+
 class _DigitsRow(Struct, gc=False):
     """The same, its start left as text."""
 
-    ph: str | None = None
+    ph: Phase | None = None
     cat: Category | None = None
     name: str | None = None
     pid: Integer | str | None = None
     tid: Integer | str | None = None
     ts: Raw = Raw(b"")
     dur: float | None = None
-    args: Args | None = None
+    args: MetadataArgs | None = None
 
 
 @dataclass(slots=True)
 class Batch:
     """Decoded rows. With `ts_is_ns` their `ts` holds integer nanoseconds instead of microseconds."""
 
-    rows: list[Row]
+    rows: Sequence[Row]
+    full: bool
+    """Whether they are ``FullRow``s."""
     ts_is_ns: bool = False
     skipped: int = 0
     """Elements that are no objects."""
@@ -160,16 +190,13 @@ class MalformedError(Exception):
 
 @dataclass(slots=True)
 class Encoding:
-    """Where the file is not what its encoding says."""
+    """Where the file is not what its encoding says: byte offsets in the inflated file, one per stretch of it."""
 
-    first_offset: int = -1
-    count: int = 0
+    offsets: set[int] = field(default_factory=set)
 
     def found(self, offset: int) -> None:
-        """Note one place, by its byte offset in the inflated file."""
-        if self.first_offset < 0 or offset < self.first_offset:
-            self.first_offset = offset
-        self.count += 1
+        """Note one place."""
+        self.offsets.add(offset)
 
 
 _TS: Final = operator.attrgetter("ts")
@@ -208,20 +235,21 @@ class RowDecoder:
 
     def __init__(self, encoding: Encoding) -> None:
         self._fast = msgspec.json.Decoder(list[Row])
+        self._full = msgspec.json.Decoder(list[FullRow])
         self._digits = msgspec.json.Decoder(list[_DigitsRow])
         self._encoding = encoding
         self._absolute = False
 
-    def many(self, array: memoryview, origin: int, *, loose: bool = False) -> Batch:
+    def many(self, array: memoryview, origin: int, *, full: bool = False, loose: bool = False) -> Batch:
         """The rows of a JSON array. `origin`: its offset in the inflated file. Raises MalformedError.
 
-        With `loose` the forgiving decoder is used at once.
+        With `full` they are ``FullRow``s, as they may be anyway. With `loose` the forgiving decoder is used at once.
         """
         if loose:
             return self._loose(self._decodable(bytes(array), origin), origin)
         data: memoryview | bytes = array
         try:
-            return self._typed(data)
+            return self._typed(data, full)
         except msgspec.ValidationError:
             pass
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -233,7 +261,7 @@ class RowDecoder:
                 raise MalformedError from error
             data = self._decodable(bytes(array), origin)
             try:
-                return self._typed(data)
+                return self._typed(data, full)
             except (msgspec.DecodeError, RecursionError, ValueError):
                 pass
         return self._loose(bytes(data), origin)
@@ -242,7 +270,7 @@ class RowDecoder:
         """The row that is one JSON object, escapes repaired where needed. Raises MalformedError."""
         array = b"[" + element + b"]"
         try:
-            return self._typed(array)
+            return self._typed(array, full=True)
         except (msgspec.DecodeError, RecursionError, ValueError):
             pass
         array = self._decodable(array, origin)
@@ -264,20 +292,24 @@ class RowDecoder:
             return array.decode(errors="replace").encode()
         return array
 
-    def _typed(self, array: memoryview | bytes) -> Batch:
+    def _typed(self, array: memoryview | bytes, full: bool) -> Batch:
         if not self._absolute:
-            rows = self._fast.decode(array)
-            if max(filter(None, map(_TS, rows)), default=0.0) < EXACT_US:
-                return Batch(rows)
+            rows: Sequence[Row] = self._full.decode(array) if full else self._fast.decode(array)
+            try:
+                latest = max(map(_TS, rows), default=0.0) or 0.0
+            except TypeError:  # a row without
+                latest = max(filter(None, map(_TS, rows)), default=0.0)
+            if latest < EXACT_US:
+                return Batch(rows, full)
             self._absolute = True
-        exact: list[Row] = []
+        exact = []
         for row in self._digits.decode(array):
             text = bytes(row.ts).decode("ascii", "replace")
             ts = ns_of_us(text.strip('"')) if text and text != "null" else None
             if ts is None and text and text != "null":
                 ts = NO_TIME
-            exact.append(Row(row.ph, row.cat, row.name, row.pid, row.tid, ts, row.dur, row.args))
-        return Batch(exact, ts_is_ns=True)
+            exact.append(FullRow(row.cat, row.name, row.pid, row.tid, ts, row.dur, row.args, row.ph))
+        return Batch(exact, full=True, ts_is_ns=True)
 
     def _loose(self, array: bytes, origin: int) -> Batch:
         try:
@@ -285,18 +317,13 @@ class RowDecoder:
             elements = json.loads(array, parse_float=str, parse_constant=str, strict=False)
         except (ValueError, RecursionError) as error:
             raise MalformedError from error
-        batch = Batch([], ts_is_ns=True)
-        for element in elements:
-            if isinstance(element, dict):
-                batch.rows.append(self._row(element, origin))
-            else:
-                batch.skipped += 1
-        return batch
+        rows = [self._row(element, origin) for element in elements if isinstance(element, dict)]
+        return Batch(rows, full=True, ts_is_ns=True, skipped=len(elements) - len(rows))
 
-    def _row(self, element: dict[str, Any], origin: int) -> Row:
+    def _row(self, element: dict[str, Any], origin: int) -> FullRow:
         args = element.get("args")
-        row = Row(
-            ph=self._text(element.get("ph"), origin),
+        row = FullRow(
+            ph=Phase(element["ph"]) if isinstance(element.get("ph"), str) else None,
             cat=Category(element["cat"]) if isinstance(element.get("cat"), str) else None,
             name=self._text(element.get("name"), origin),
             pid=self._identity(element.get("pid"), origin),
@@ -305,7 +332,7 @@ class RowDecoder:
             dur=_duration(element.get("dur")),
         )
         if isinstance(args, dict):
-            row.args = Args(
+            row.args = MetadataArgs(
                 external=_integer(args.get("External id")),
                 device=_integer(args.get("device")),
                 stream=_integer(args.get("stream")),
