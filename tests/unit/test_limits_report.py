@@ -4,9 +4,11 @@ import json
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from tests.kimi_k25 import kimi_k25_config
 from tests.unit.test_report_rings import US, open_rank, write_server
+from vllm_k25_instrument.cli import app
 from vllm_k25_instrument.limits.batches import Batches, least_load, loads_of, read_measured
 from vllm_k25_instrument.limits.errors import LimitsError
 from vllm_k25_instrument.limits.floors import Load, Sharding, decode_floors, mean_floors
@@ -94,7 +96,15 @@ def test_the_floors_of_a_step_add_up(rings, config):
 def test_only_decode_steps_have_floors_and_the_others_are_named(rings, config):
     limits = limits_of(rings, machine(config))
     assert {group.key.phase for group in limits.groups} == {Phase.DECODE}
-    assert limits.notes[-1].startswith("Without floors: mixed batch 4;")
+    assert limits.notes[0].startswith("Without floors: mixed batch 4;")
+
+
+def test_a_time_below_its_floor_is_named_as_what_cannot_be(rings, config):
+    # 568 us of unattributed time in these steps, where the projections alone take 2,166 us
+    limits = limits_of(rings, machine(config))
+    assert limits.groups[0].rows[-1].times < 1
+    assert limits.notes[1].startswith("Measured below the floor: unattributed, moe_experts, mla_attention.")
+    assert limits.to_json_dict()["notes"] == list(limits.notes)
 
 
 def test_the_floor_of_a_category_that_nobody_hooked_is_part_of_what_is_left_over(tmp_path, config):
@@ -181,3 +191,32 @@ def test_a_missing_option_is_named(config, changes, option):
 
 def test_a_model_that_is_served_from_a_folder_needs_no_config_option(config):
     assert machine(None, model=str(config.parent)).shape.layers == 61
+
+
+def report(*arguments):
+    return CliRunner().invoke(app, ["report", *(str(argument) for argument in arguments)])
+
+
+def test_report_adds_the_limits_to_table_markdown_and_json(rings, config, tmp_path):
+    options = ("--gpu", "rtx-pro-6000", "--config", config, "--context", "2000")
+    result = report(rings, *options)
+    assert result.exit_code == 0, result.stderr
+    assert "Physical limits" in result.stdout
+    result = report(rings, *options, "--batch", "64", "--json", tmp_path / "b.json", "--markdown", "-")
+    assert "## Physical limits" in result.stdout
+    document = json.loads((tmp_path / "b.json").read_text())
+    assert document["schema"] == "vllm_k25.breakdown/1"
+    assert [group["batch"] for group in document["limits"]["groups"]] == ["64"]
+
+
+def test_report_without_a_gpu_has_no_limits(rings, tmp_path):
+    assert "Physical limits" not in report(rings).stdout
+    report(rings, "--json", tmp_path / "b.json")
+    assert "limits" not in json.loads((tmp_path / "b.json").read_text())
+
+
+def test_report_says_which_option_the_limits_lack(rings):
+    result = report(rings, "--gpu", "rtx-pro-6000")
+    assert result.exit_code == 2
+    assert "--gpu needs --config" in result.stderr
+    assert result.stdout == ""

@@ -15,7 +15,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vllm_k25_instrument.commands.limits import limits_of_rings
 from vllm_k25_instrument.instances import find_rings
+from vllm_k25_instrument.limits.errors import LimitsError
+from vllm_k25_instrument.limits.gpus import AUTO
+from vllm_k25_instrument.limits.report import Limits, LimitsTable, limits_markdown
 from vllm_k25_instrument.model import BATCH_LABELS, Phase
 from vllm_k25_instrument.report.caveats import Caveat
 from vllm_k25_instrument.report.html import to_html
@@ -66,6 +70,25 @@ def report(
     per_rank: Annotated[
         bool, typer.Option("--per-rank", help="A column for each rank, however many there are.")
     ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", metavar="NAME|auto", help="Add physical limits to table, Markdown and JSON. Of this GPU."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="PATH", help="For the limits: the model's config.json.")
+    ] = None,
+    context: Annotated[
+        float | None, typer.Option("--context", metavar="TOKENS", min=0, help="For the limits: tokens attended to.")
+    ] = None,
+    link: Annotated[str, typer.Option("--link", metavar="NAME", help="For the limits: pcie5x16, nvlink, GB/s.")] = AUTO,
+    kv_bits: Annotated[
+        int | None, typer.Option("--kv-bits", min=4, help="For the limits: bits of the cache (8: fp8).")
+    ] = None,
+    hop_us: Annotated[
+        float | None, typer.Option("--hop-us", min=0, help="For the limits: latency of the link, µs a hop.")
+    ] = None,
 ) -> None:
     """Break down where the time of the sampled steps went, by phase, batch size, graph mode and rank.
 
@@ -90,21 +113,36 @@ def report(
         _fail(
             errors, Exit.NOTHING_TO_REPORT, f"{where}: no sampled step matches the filter; there are {', '.join(there)}"
         )
-    _write(errors, shown, html=html, json_file=json_file, markdown=markdown, per_rank=per_rank)
+    try:
+        limits = limits_of_rings(
+            shown, where, gpu=gpu, config=config, context=context, link=link, kv_bits=kv_bits, hop_us=hop_us
+        )
+    except LimitsError as error:
+        _fail(errors, Exit.USAGE, str(error))
+    _write(errors, shown, limits, html=html, json_file=json_file, markdown=markdown, per_rank=per_rank)
     if not made.breakdown.complete:
         raise typer.Exit(Exit.INCOMPLETE)
 
 
 def _write(
-    errors: Console, made: Report, *, html: Path | None, json_file: Path | None, markdown: Path | None, per_rank: bool
+    errors: Console,
+    made: Report,
+    limits: Limits | None,
+    *,
+    html: Path | None,
+    json_file: Path | None,
+    markdown: Path | None,
+    per_rank: bool,
 ) -> None:
+    more = {} if limits is None else {"limits": limits.to_json_dict()}
+    section = "" if limits is None else limits_markdown(limits)
     documents: list[tuple[Path, Callable[[], str]]] = []
     if html is not None:
         documents.append((html, lambda: to_html(made, per_rank=per_rank)))
     if markdown is not None:
-        documents.append((markdown, lambda: to_markdown(made, per_rank=per_rank)))
+        documents.append((markdown, lambda: to_markdown(made, per_rank=per_rank) + section))
     if json_file is not None:
-        documents.append((json_file, lambda: json.dumps(made.breakdown.to_json_dict(), indent=2) + "\n"))
+        documents.append((json_file, lambda: json.dumps(made.breakdown.to_json_dict() | more, indent=2) + "\n"))
     for path, text in documents:
         if path == STDOUT:
             typer.echo(text(), nl=False)
@@ -118,6 +156,8 @@ def _write(
         if not console.is_terminal:
             console = Console(highlight=False, width=PIPE_WIDTH)
         console.print(ReportTable(made, per_rank=per_rank))
+        if limits is not None:
+            console.print(LimitsTable(limits))
 
 
 def _find(errors: Console, rings: Path | None) -> Path:

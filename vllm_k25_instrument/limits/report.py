@@ -112,17 +112,27 @@ class Limits:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The assumptions, and which groups have no floors."""
-        if not self.left_out:
-            return self.machine.assumptions
-        without = f"Without floors: {', '.join(self.left_out)}; what their tokens attend to is not recorded."
-        return (*self.machine.assumptions, without)
+        """Which groups have no floors, and which categories are below theirs, which cannot be."""
+        notes = []
+        if self.left_out:
+            groups = ", ".join(self.left_out)
+            notes.append(f"Without floors: {groups}; what their tokens attend to is not recorded.")
+        below = dict.fromkeys(
+            row.name for group in self.groups for row in group.rows if row.times is not None and row.times < 1
+        )
+        if below:
+            notes.append(
+                f"Measured below the floor: {', '.join(below)}. Then model, GPU, link or context are not what ran, or "
+                "it ran beside something else, or (moe_experts) tokens were routed to fewer experts."
+            )
+        return tuple(notes)
 
     def to_json_dict(self) -> dict[str, Any]:
         """The value of ``limits`` in a breakdown's JSON, of schema ``vllm_k25.limits/1``."""
         return {
             "schema": SCHEMA,
             **self.machine.to_json_dict(),
+            "notes": list(self.notes),
             "groups": [group.to_json_dict() for group in self.groups],
         }
 
@@ -212,8 +222,10 @@ class LimitsTable:
             table.add_row("step", *_cells(group.step))
             yield table
         yield Text()
+        for assumption in self._limits.machine.assumptions:
+            yield Text(assumption, style="dim")
         for note in self._limits.notes:
-            yield Text(note, style="dim")
+            yield Text(note)
 
 
 def limits_markdown(limits: Limits) -> str:
@@ -236,5 +248,5 @@ def _markdown(limits: Limits) -> Iterator[str]:
             name = f"`{row.name}`" if row.name != "step" else row.name
             yield f"| {' | '.join((name, *_cells(row)))} |"
     yield ""
-    for note in limits.notes:
+    for note in (*limits.machine.assumptions, *limits.notes):
         yield f"- {note}"
