@@ -88,6 +88,7 @@ def start_server(out: Path, arch: Arch, port: int = 0, plan: Plan | None = None)
         port=port,
         build=plan.build,
         eager=plan.build is Build.CPU,
+        extra_args=("--served-model-name", f"tiny-kimi-k2.5-{arch}"),
     )
     write_tiny_k25(model, arch)
     return server.start()
