@@ -26,7 +26,8 @@ MARK: Final = "Self CPU %"
 
 _MAX_LINE: Final = 1 << 20
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*m")
-_SEPARATOR: Final = re.compile(r"-{4,}(?:  -{4,})+\s*$")
+# Tried once for each stretch of dashes, and given up without a second thought: a line may hold a million of them.
+_SEPARATOR: Final = re.compile(r"(?<!-)(?<!-  )-{4,}+(?:  -{4,}+)++\s*$")
 _COLUMN: Final = re.compile(
     r"Name|Overload Name|Self CPU %|Self CPU Mem|Self CPU|CPU total %|CPU total|CPU time avg|CPU Mem|"
     r"Self \w+ %|Self \w+ Mem|Self \w+|\w+ total|\w+ time avg|\w+ Mem|# of Calls|Node ID|Input Shapes|"
