@@ -11,7 +11,7 @@ import vllm_k25_instrument
 
 PACKAGE = "vllm_k25_instrument"
 SOURCE = Path(vllm_k25_instrument.__file__).parent
-TOOLS = ("export", "report", "analysis", "bench", "campaign", "commands", "cli", "demo", "doctor")
+TOOLS = ("export", "report", "analysis", "bench", "campaign", "commands", "cli", "demo", "doctor", "limits", "whatif")
 LIBRARIES_OF_TOOLS = ("prometheus_client", "rich", "typer", "jinja2", "opentelemetry")
 
 
@@ -97,7 +97,7 @@ def test_the_recorder_knows_of_the_hooks_what_a_point_is_and_no_more(module):
     assert not names - within(names, "hooks.point", "hooks.names")
 
 
-@pytest.mark.parametrize("module", modules_of("export", "report", "analysis"))
+@pytest.mark.parametrize("module", modules_of("export", "report", "analysis", "limits", "whatif"))
 def test_what_shows_knows_nothing_of_what_measures(module):
     names = imports(MODULES[module], lazy=True)
     assert not within(names, "hooks.patcher", "hooks.wrappers", "hooks.table", "recorder", "worker", "plugin")

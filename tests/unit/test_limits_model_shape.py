@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.kimi_k25 import kimi_k25_config, llama_config
 from vllm_k25_instrument.limits.errors import LimitsError
-from vllm_k25_instrument.limits.model_shape import Math, Precision, model_shape, read_model_shape
+from vllm_k25_instrument.limits.model_shape import Math, ModelShape, Precision, model_shape, read_model_shape
 
 
 def shape(config=None, **options):
@@ -113,3 +115,49 @@ def test_a_file_that_is_no_config_is_named(tmp_path, text):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(LimitsError, match=r"nowhere.*cannot be read"):
         read_model_shape(tmp_path / "nowhere")
+
+
+def test_more_active_experts_than_experts_is_refused():
+    with pytest.raises(LimitsError, match="`num_experts_per_tok` is 9 of 8 experts"):
+        shape(kimi_k25_config(n_routed_experts=8, num_experts_per_tok=9))
+
+
+@pytest.mark.parametrize("layers", [10_001, 1 << 40, 1 << 80])
+def test_a_number_of_layers_that_no_model_has_is_refused_at_once(layers):
+    with pytest.raises(LimitsError, match="`num_hidden_layers`"):
+        shape(kimi_k25_config(num_hidden_layers=layers))
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def paths(value, at=()):
+    """Where in a document a value can be put."""
+    yield at
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from paths(inner, (*at, key))
+
+
+@given(st.data())
+def test_whatever_stands_in_a_config_a_shape_comes_out_or_an_error_of_ours(data):
+    config = kimi_k25_config()
+    if data.draw(st.booleans()):
+        config["text_config"]["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    *parents, last = data.draw(st.sampled_from([path for path in paths(config) if path]))
+    holder = config
+    for key in parents:
+        holder = holder[key]
+    holder[last] = data.draw(anything)
+    try:
+        made = shape(config)
+    except LimitsError as error:
+        assert str(error).startswith("config.json")  # noqa: PT017
+    else:
+        assert isinstance(made, ModelShape)
+        assert 0 <= made.active_experts <= made.experts
+        assert made.expert.bits_per_weight > 0

@@ -1,6 +1,7 @@
 """The limits beside what was measured: on real rings, in the terminal, in Markdown and in JSON."""
 
 import json
+from collections import Counter
 
 import pytest
 from rich.console import Console
@@ -9,12 +10,12 @@ from typer.testing import CliRunner
 from tests.kimi_k25 import kimi_k25_config
 from tests.unit.test_report_rings import US, open_rank, write_server
 from vllm_k25_instrument.cli import app
-from vllm_k25_instrument.limits.batches import Batches, least_load, loads_of, read_measured
+from vllm_k25_instrument.limits.batches import Batches, Calls, least_load, loads_of, read_measured
 from vllm_k25_instrument.limits.errors import LimitsError
 from vllm_k25_instrument.limits.floors import Load, Sharding, decode_floors, mean_floors
 from vllm_k25_instrument.limits.machine import make_machine
 from vllm_k25_instrument.limits.report import LimitsTable, find_limits, limits_markdown
-from vllm_k25_instrument.model import Category, GraphMode, Phase, RankCoordinates
+from vllm_k25_instrument.model import Category, GraphMode, Phase, RankCoordinates, batch_label, size_label
 from vllm_k25_instrument.report.digest import GroupKey
 from vllm_k25_instrument.report.rings import read_rings
 from vllm_k25_instrument.ring import open_rings
@@ -220,3 +221,21 @@ def test_report_says_which_option_the_limits_lack(rings):
     assert result.exit_code == 2
     assert "--gpu needs --config" in result.stderr
     assert result.stdout == ""
+
+
+def test_the_samples_batches_and_all_reduces_are_counted_as_one_by_one(tmp_path):
+    ranks = write_server(tmp_path, world=2, batches=(1, 17, 64, 300), steps=3)
+    ranks[0].write(4, Phase.MIXED, GraphMode.PIECEWISE)
+    readers, _ = open_rings(tmp_path)
+    steps, reduces = Counter(), {}
+    for reader in readers:
+        for sample in reader.samples():
+            key = GroupKey(sample.phase, batch_label(sample.requests), sample.graph_mode)
+            steps[key, sample.requests, sample.tokens] += 1
+            for r in sample.ranges:
+                if r.category is Category.ALL_REDUCE:
+                    calls = reduces.setdefault((key, r.detail, size_label(r.bytes)), Calls())
+                    calls.add(1, r.duration_ns)
+    groups = read_measured(readers).groups
+    assert steps == Counter({(key, *at): n for key, group in groups.items() for at, n in group.steps.items()})
+    assert reduces == {(key, *at): calls for key, group in groups.items() for at, calls in group.all_reduces.items()}

@@ -7,8 +7,12 @@ the samples are read once more, and steps of the same batch are counted together
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vllm_k25_instrument.limits.errors import LimitsError
 from vllm_k25_instrument.limits.floors import Load, Sharding
@@ -16,15 +20,22 @@ from vllm_k25_instrument.model import (
     ALL_REDUCE_PATHS,
     BATCH_BUCKETS,
     BATCH_LABELS,
+    CATEGORY_CODE,
+    GRAPH_MODES,
+    PHASES,
+    SIZE_BUCKETS,
     SIZE_LABELS,
     Category,
-    StepSample,
-    batch_label,
-    size_label,
+    unpack_columns,
 )
 from vllm_k25_instrument.report.digest import GroupKey
 from vllm_k25_instrument.ring import RingError, RingReader
 from vllm_k25_instrument.totals import Totals
+
+_ALL_REDUCE: Final = CATEGORY_CODE[Category.ALL_REDUCE]
+
+_AT_ONCE: Final = 256
+"""Samples that are unpacked together: some megabytes."""
 
 
 @dataclass(slots=True)
@@ -52,6 +63,19 @@ class Batches:
     steps: Counter[tuple[int, int]] = field(default_factory=Counter)
     all_reduces: dict[tuple[str, str], Calls] = field(default_factory=dict)
 
+    def add_ranges(self, ranges: NDArray[np.void], details: Sequence[str]) -> None:
+        """Count the all-reduces among `ranges`, a structured array as in ``model.unpack_columns``."""
+        reduces = ranges["category"] == _ALL_REDUCE
+        size = np.searchsorted(SIZE_BUCKETS, ranges["bytes"][reduces])
+        code = ranges["detail"][reduces].astype(np.int64) * len(SIZE_LABELS) + size
+        kinds, kind = np.unique(code, return_inverse=True)
+        sums = np.zeros(len(kinds), np.int64)
+        np.add.at(sums, kind, ranges["duration_ns"][reduces].astype(np.int64))
+        for both, count, sum_ns in zip(kinds.tolist(), np.bincount(kind).tolist(), sums.tolist(), strict=True):
+            detail, place = divmod(both, len(SIZE_LABELS))
+            if detail < len(details):
+                self.all_reduces.setdefault((details[detail], SIZE_LABELS[place]), Calls()).add(count, sum_ns)
+
     def loads(self, context: float) -> dict[Load, float]:
         """The share of the steps that had each load; their sum is 1."""
         whole = self.steps.total()
@@ -76,15 +100,33 @@ class Measured:
     sizes_of_path: dict[str, set[str]] = field(default_factory=dict)
     calls_of_path: dict[str, Calls] = field(default_factory=dict)
 
-    def add(self, sample: StepSample) -> None:
-        """Count one sampled step of one rank."""
-        key = GroupKey(sample.phase, batch_label(sample.requests), sample.graph_mode)
-        batches = self.groups.setdefault(key, Batches())
-        batches.steps[sample.requests, sample.tokens] += 1
-        for r in sample.ranges:
-            if r.category is Category.ALL_REDUCE:
-                at = (r.detail, size_label(r.bytes))
-                batches.all_reduces.setdefault(at, Calls()).add(1, r.duration_ns)
+    def add(self, samples: Sequence[bytes], details: Sequence[str]) -> None:
+        """Count packed samples of one rank, whose detail strings are `details`.
+
+        Samples that cannot be unpacked are left out.
+        """
+        by_length: dict[int, list[bytes]] = {}
+        for sample in samples:
+            by_length.setdefault(len(sample), []).append(sample)
+        for alike in by_length.values():
+            try:
+                columns = unpack_columns(alike)
+            except ValueError:
+                continue
+            self._add_columns(columns, details)
+
+    def _add_columns(self, columns: NDArray[np.void], details: Sequence[str]) -> None:
+        known = (columns["phase"] < len(PHASES)) & (columns["graph_mode"] < len(GRAPH_MODES))
+        columns = columns[known]
+        batch = np.searchsorted(BATCH_BUCKETS, columns["requests"])
+        keys = np.stack((columns["phase"], columns["graph_mode"], batch), axis=1)
+        for phase, graph, label in {tuple(key) for key in keys.tolist()}:
+            rows = columns[(keys == (phase, graph, label)).all(axis=1)]
+            batches = self.groups.setdefault(
+                GroupKey(PHASES[phase], BATCH_LABELS[label], GRAPH_MODES[graph]), Batches()
+            )
+            batches.steps.update(zip(rows["requests"].tolist(), rows["tokens"].tolist(), strict=True))
+            batches.add_ranges(rows["ranges"], details)
 
     def add_totals(self, totals: Totals) -> None:
         """Count what a rank has counted since it started, for paths that no sample in the ring shows any more."""
@@ -139,8 +181,9 @@ def read_measured(readers: Iterable[RingReader]) -> Measured:
             measured.sharding = measured.sharding or Sharding.of(place.tp_size, place.dp_size)
             measured.pipeline_stages = max(measured.pipeline_stages, place.pp_size)
             measured.add_totals(reader.totals())
-            for sample in reader.samples():
-                measured.add(sample)
+            written = reader.written
+            for first in range(max(written - reader.layout.slots, 0), written, _AT_ONCE):
+                measured.add(*reader.packed(first, min(first + _AT_ONCE, written)))
         except RingError:
             continue
     return measured

@@ -18,6 +18,9 @@ from vllm_k25_instrument.limits.errors import LimitsError
 
 CONFIG_NAME: Final = "config.json"
 
+_LARGEST: Final = 1 << 40
+_MOST_LAYERS: Final = 10_000
+
 _DTYPE_BITS: Final = {"bfloat16": 16, "float16": 16, "half": 16, "float32": 32, "float": 32}
 
 
@@ -133,6 +136,8 @@ def model_shape(config: Mapping[str, Any], source: str, *, kv_bits: int | None =
     model_type = str(config.get("model_type", keys.text("model_type", "")))
     mla = keys.number("kv_lora_rank", default=0) > 0
     layers = keys.number("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise LimitsError(f"{where}: `num_hidden_layers` is {layers:,}: no model has that many")
     experts = keys.number("n_routed_experts", "num_experts", "num_local_experts", default=0)
     dense_layers = _dense_layers(keys, layers) if experts else layers
     hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
@@ -142,6 +147,9 @@ def model_shape(config: Mapping[str, Any], source: str, *, kv_bits: int | None =
         keys.values.get("quantization_config", config.get("quantization_config")), where, dtype_bits, dense_layers
     )
     shared_experts = keys.number("n_shared_experts", default=0) if experts else 0
+    active_experts = keys.number("num_experts_per_tok") if experts else 0
+    if active_experts > experts:
+        raise LimitsError(f"{where}: `num_experts_per_tok` is {active_experts} of {experts} experts")
     return ModelShape(
         model_type=model_type,
         layers=layers,
@@ -157,7 +165,7 @@ def model_shape(config: Mapping[str, Any], source: str, *, kv_bits: int | None =
         v_head_dim=keys.number("v_head_dim") if mla else head_dim,
         dense_intermediate=keys.number("intermediate_size") if dense_layers else 0,
         experts=experts,
-        active_experts=keys.number("num_experts_per_tok") if experts else 0,
+        active_experts=active_experts,
         shared_experts=shared_experts,
         expert_intermediate=keys.number("moe_intermediate_size", "intermediate_size") if experts else 0,
         attention=weights.of("self_attn.o_proj"),
@@ -180,11 +188,12 @@ class _Keys:
     def number(self, *names: str, default: int | None = None) -> int:
         """The first of `names` that is there: a whole number, positive where it must be there at all."""
         for name in names:
-            value = self.values.get(name)
+            value: object = self.values.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < (default is None):
-                raise LimitsError(f"{self.where}: `{name}` is {value!r}, not a positive whole number")
+            least = 1 if default is None else 0
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+                raise LimitsError(f"{self.where}: `{name}` is {value!r:.40}, not a positive whole number below 2^40")
             return value
         if default is None:
             raise LimitsError(f"{self.where}: no `{'` or `'.join(names)}`: floors follow from it")
@@ -206,7 +215,7 @@ def _dtype_bits(keys: _Keys, outer: Mapping[str, Any]) -> int:
     name = keys.text("dtype", keys.text("torch_dtype", "")) or outer.get("dtype") or outer.get("torch_dtype")
     name = "bfloat16" if name is None else str(name).removeprefix("torch.")
     if name not in _DTYPE_BITS:
-        raise LimitsError(f"{keys.where}: `dtype` is {name!r}; known are {', '.join(_DTYPE_BITS)}")
+        raise LimitsError(f"{keys.where}: `dtype` is {name!r:.40}; known are {', '.join(_DTYPE_BITS)}")
     return _DTYPE_BITS[name]
 
 
@@ -229,7 +238,7 @@ class _Weights:
         keys = _Keys(config, f"{where}, quantization_config")
         method = keys.text("quant_method", "")
         ignored = config.get("ignore") or config.get("modules_to_not_convert") or ()
-        names = [str(name) for name in ignored] if isinstance(ignored, Sequence) else []
+        names = [str(name) for name in ignored] if isinstance(ignored, list) else []
         if method == "compressed-tensors":
             return cls(plain, _compressed_tensors(keys), names, dense_layers)
         if method in ("gptq", "gptq_marlin", "awq", "awq_marlin"):
@@ -237,12 +246,14 @@ class _Weights:
             return cls(plain, bits, [*names, "lm_head"], dense_layers)
         if method == "fp8":
             block = config.get("weight_block_size")
-            scaled = isinstance(block, Sequence) and len(block) == 2
-            # DeepSeek-V3 keeps a float32 scale per 128 x 128 block; without blocks it is one per tensor.
-            group = int(block[0]) * int(block[1]) if isinstance(block, Sequence) and scaled else 0
+            # DeepSeek-V3 keeps a float32 scale per 128 x 128 block; without blocks there is one per tensor.
+            blocks = (
+                isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+            )
+            group = block[0] * block[1] if isinstance(block, list) and blocks else 0
             return cls(plain, Precision(8, group, 32 if group else 0, Math.FP8), [*names, "lm_head"], dense_layers)
         raise LimitsError(
-            f"{keys.where}: `quant_method` is {method!r}; known are compressed-tensors, gptq, awq, fp8: "
+            f"{keys.where}: `quant_method` is {method!r:.40}; known are compressed-tensors, gptq, awq, fp8: "
             "how many bytes its weights have is not known here"
         )
 
