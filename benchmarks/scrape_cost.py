@@ -5,8 +5,9 @@
 Builds the full rings of an 8-rank node (8 x 64 MiB, by default on /dev/shm) with the ranges of Kimi-K2.5's decode
 steps, and prints
 
-* the CPU milliseconds of a scrape, its text included: with the series of such a server, and with every series that
-  there can be;
+* the CPU milliseconds of a scrape, its text included: the first over full rings, those that find what the ranks have
+  sampled in the seconds between two scrapes, those that find nothing new, those that find more than they may read, and
+  those with every series that there can be;
 * the latency of appending a sampled step, in a process of its own, while this process (a) sleeps, (b) renders the
   same text over and over without reading the rings, (c) scrapes without a pause, hundreds of times more often than a
   Prometheus does. The three alternate, so that the ratios come from one run; (c) against (b) is what reading the rings
@@ -24,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +33,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from vllm_k25_instrument.export.cardinality import NODE_RANKS
 from vllm_k25_instrument.export.collector import RingCollector
+from vllm_k25_instrument.export.waits import EXPORTER_SAMPLES, IN_VLLM_SAMPLES
 from vllm_k25_instrument.hooks.names import HOOK_NAMES
 from vllm_k25_instrument.model import (
     ALL_REDUCE_PATHS,
@@ -57,6 +60,10 @@ from vllm_k25_instrument.totals import MAX_HOOKS, TotalsWriter
 LAYERS: Final = 61
 BYTES_PER_TOKEN: Final = 14_336
 STEP_NS: Final = 12_100_000
+SAMPLE_EVERY: Final = 16
+SCRAPE_INTERVAL_NS: Final = 15 * 10**9
+BETWEEN_SCRAPES: Final = SCRAPE_INTERVAL_NS // (SAMPLE_EVERY * STEP_NS)
+"""Sampled steps of a rank between two scrapes."""
 PYNCCL: Final = ALL_REDUCE_PATHS.index(AllReducePath.PYNCCL)
 SERVED: Final = (  # (phase, graph mode, requests): what such a server comes across
     *((Phase.DECODE, GraphMode.FULL, requests) for requests in (1, 4, 16, 64, 256)),
@@ -90,12 +97,15 @@ class Step:
             self._add(Category.ALL_REDUCE, 56_000, layer, requests * BYTES_PER_TOKEN)
         self._add(Category.SAMPLING, 210_000)
         self.category_ns[Category.UNATTRIBUTED] = STEP_NS - self._at
-        self.packed = pack_sample(
-            step=16,
+
+    def packed(self, number: int) -> bytes:
+        """The sample of the `number`-th sampled step."""
+        return pack_sample(
+            step=SAMPLE_EVERY * number,
             phase_code=self.phase,
-            requests=requests,
-            tokens=requests,
-            padded_tokens=requests,
+            requests=self.requests,
+            tokens=self.requests,
+            padded_tokens=self.requests,
             graph_code=self.graph_mode,
             start_unix_ns=time.time_ns(),
             duration_ns=STEP_NS,
@@ -109,9 +119,9 @@ class Step:
         self.category_ns[category] += duration_ns
         self._at += duration_ns
 
-    def append_to(self, ring: RingWriter) -> None:
+    def append_to(self, ring: RingWriter, packed: bytes) -> None:
         """What a worker does at the end of a sampled step, but for the all-reduces, counted as they happen."""
-        ring.append(self.packed)
+        ring.append(packed)
         ring.totals.add_step(self.phase, STEP_NS)
         ring.totals.add_sample(self.phase, self.graph_mode, self.requests, STEP_NS, tuple(self.category_ns.values()))
         ring.totals.add_overhead(90_000)
@@ -133,13 +143,22 @@ def new_ring(folder: Path, rank: int) -> RingWriter:
     return RingWriter(folder / ring_file_name(rank), identity, RingLayout.plan(DEFAULT_SAMPLES, DEFAULT_BYTES))
 
 
-def full_ring(folder: Path, rank: int, steps: list[Step]) -> RingWriter:
-    ring = new_ring(folder, rank)
-    for n in range(ring.layout.slots):
-        steps[n % len(steps)].append_to(ring)
-    for step in steps:
-        step.count_all_reduces(ring.totals)
-    return ring
+class Node:
+    """The rings of a server, whose ranks sample the same steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.steps = [Step(*kind) for kind in SERVED]
+        self.rings = [new_ring(folder, rank) for rank in range(NODE_RANKS)]
+        self.sampled = 0
+
+    def sample(self, steps: int) -> None:
+        for number in range(self.sampled, self.sampled + steps):
+            step = self.steps[number % len(self.steps)]
+            packed = step.packed(number)
+            for ring in self.rings:
+                step.append_to(ring, packed)
+                step.count_all_reduces(ring.totals)
+        self.sampled += steps
 
 
 def touch_everything(totals: TotalsWriter) -> None:
@@ -159,14 +178,17 @@ def touch_everything(totals: TotalsWriter) -> None:
         totals.add_hook_error(hook)
 
 
-def scrape_cost(registry: CollectorRegistry, scrapes: int) -> dict[str, float]:
+def scrape_cost(
+    registry: CollectorRegistry, scrapes: int, between: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """CPU milliseconds of one scrape (of the whole process: median and maximum), and its size."""
-    text = generate_latest(registry)
     costs = []
+    text = b""
     for _ in range(scrapes):
+        between()
         gc.collect()  # each scrape pays for its own garbage only
         before = time.process_time()
-        generate_latest(registry)
+        text = generate_latest(registry)
         costs.append((time.process_time() - before) * 1e3)
     series = sum(not line.startswith(b"#") for line in text.splitlines())
     return {
@@ -191,11 +213,12 @@ def append_steadily(folder: Path, phase: Any, answer: Any) -> None:
     """The worker: a sampled step every few milliseconds; answers how long each took, by what the others did."""
     ring = new_ring(folder, 0)
     step = Step(*SERVED[0])
+    packed = step.packed(1)
     latencies: dict[int, list[int]] = {SLEEPING: [], RENDERING: [], SCRAPING: []}
     answer.send("ready")
     while (now := phase.value) != DONE:
         before = time.perf_counter_ns()
-        step.append_to(ring)
+        step.append_to(ring, packed)
         taken = time.perf_counter_ns() - before
         if phase.value == now:
             latencies[now].append(taken)
@@ -203,7 +226,18 @@ def append_steadily(folder: Path, phase: Any, answer: Any) -> None:
     answer.send(latencies)
 
 
-def append_latency(folder: Path, registry: CollectorRegistry, rounds: int) -> dict[str, Any]:
+def folder_without_first_rank(node: Node, folder: Path) -> Path:
+    """A folder with the rings of the others: the first rank's is held by this process, and another is to write one."""
+    others = folder / "others"
+    others.mkdir()
+    for ring in node.rings[1:]:
+        ring.path.rename(others / ring.path.name)
+    return others
+
+
+def append_latency(folder: Path, rounds: int) -> dict[str, Any]:
+    registry = CollectorRegistry()
+    registry.register(RingCollector(lambda: folder))
     context = multiprocessing.get_context("spawn")
     phase = context.Value("i", SLEEPING)
     ours, theirs = context.Pipe()
@@ -259,19 +293,29 @@ def main() -> int:
     shm = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="k25-scrape-", dir=arguments.directory or (shm if shm.is_dir() else None)))
     try:
-        steps = [Step(*kind) for kind in SERVED]
-        rings = [full_ring(folder, rank, steps) for rank in range(NODE_RANKS)]
+        node = Node(folder)
+        slots = node.rings[0].layout.slots
+        node.sample(slots)
         registry = CollectorRegistry()
         registry.register(RingCollector(lambda: folder))
         result: dict[str, Any] = {
             "ranks": NODE_RANKS,
-            "ring_slots": rings[0].layout.slots,
-            "scrape": scrape_cost(registry, arguments.scrapes),
+            "ring_slots": slots,
+            "new_samples_per_rank": BETWEEN_SCRAPES,
+            "first_scrape_of_full_rings": scrape_cost(registry, 1),
+            "scrape": scrape_cost(registry, arguments.scrapes, lambda: node.sample(BETWEEN_SCRAPES)),
+            "scrape_without_new_samples": scrape_cost(registry, arguments.scrapes),
         }
-        for ring in rings:
+        for bound in (IN_VLLM_SAMPLES, EXPORTER_SAMPLES):
+            fresh = CollectorRegistry()
+            fresh.register(RingCollector(lambda: folder, bound))
+            result[f"scrape_at_the_bound_of_{bound}_samples"] = scrape_cost(
+                fresh, 3, lambda bound=bound: node.sample(bound // NODE_RANKS + 1)
+            )
+        for ring in node.rings:
             touch_everything(ring.totals)
         result["scrape_of_every_series"] = scrape_cost(registry, arguments.scrapes)
-        result["concurrent_writer"] = append_latency(folder, registry, arguments.rounds)
+        result["concurrent_writer"] = append_latency(folder_without_first_rank(node, folder), arguments.rounds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(result, indent=2))
