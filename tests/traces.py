@@ -284,7 +284,7 @@ _LAYER = (
 )
 
 
-def k25_rank(steps: int, kernels: int = 915, operators: int = 60, seed: int = 0) -> Iterator[bytes]:
+def k25_rank(steps: int, kernels: int = 915, operators: int = 190, seed: int = 0) -> Iterator[bytes]:
     """The text of one rank's trace: each step one graph of `kernels`, CPU operators, flows; pieces of about a step."""
     rng = random.Random(seed)
     # A kernel of a graph has the same geometry in every replay. Times and gaps are what differs, and compresses badly.
@@ -327,7 +327,7 @@ def k25_rank(steps: int, kernels: int = 915, operators: int = 60, seed: int = 0)
         for op in range(operators):
             external += 1
             args = f'"External id": {external},"Record function id": 0, "Ev Idx": {op}'
-            lines.append(row("cpu_op", "aten::as_strided", pid, pid, at + op * 20_000, 5_108, args))
+            lines.append(row("cpu_op", "aten::as_strided", pid, pid, at + op * 6_000, 5_108, args))
         correlation += 1
         args = f'"External id": {external},"cbid": 311, "correlation": {correlation}'
         launch = at + 1_250_000

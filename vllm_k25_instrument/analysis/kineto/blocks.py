@@ -20,15 +20,15 @@ _ERRORS: Final[tuple[type[Exception], ...]] = (zlib.error, _inflate.error)
 GZIP_MAGIC: Final = b"\x1f\x8b"
 
 _READ_BYTES: Final = 1 << 16
-_STEP_BYTES: Final = 1 << 16  # inflated per call
+# What a block is. Small enough to come from the heap again and again; larger ones are mapped, and page-faulted, anew.
+_STEP_BYTES: Final = 1 << 16
 _CAREFUL_BYTES: Final = 1 << 9  # the same, near damage
-_BLOCK_BYTES: Final = 1 << 20
 _BOMB_FLOOR: Final = 64 << 20
 _BOMB_RATIO: Final = 400  # rows differ in their times and ids: real traces stay below 60
 
 
 class Blocks:
-    """The inflated content of a file, plain or gzip (any number of members), in blocks of about 1 MiB.
+    """The inflated content of a file, plain or gzip (any number of members), in blocks of 64 KiB.
 
     `damage` says, once the blocks are exhausted, why the content is not all there ("" where it is). `progress` is
     called with the number of bytes of the file read since the last call.
@@ -59,28 +59,20 @@ class Blocks:
         return data
 
     def _plain(self, file: IO[bytes]) -> Iterator[bytes]:
-        while data := self._take(file, _BLOCK_BYTES):
+        while data := self._take(file, _STEP_BYTES):
             yield data
 
     def _gunzip(self, file: IO[bytes]) -> Iterator[bytes]:
-        pending: list[bytes] = []
-        size = total = 0
+        total = 0
         for piece in self._members(file):
-            pending.append(piece)
-            size += len(piece)
-            if size >= _BLOCK_BYTES:
-                total += size
-                if total > _BOMB_FLOOR and total > _BOMB_RATIO * self._read:
-                    raise CaptureError(
-                        self._path,
-                        f"inflates more than {_BOMB_RATIO}-fold, which no trace does",
-                        "inflate it yourself and pass the .json if you trust it",
-                    )
-                yield b"".join(pending)
-                pending.clear()
-                size = 0
-        if pending:
-            yield b"".join(pending)
+            total += len(piece)
+            if total > _BOMB_FLOOR and total > _BOMB_RATIO * self._read:
+                raise CaptureError(
+                    self._path,
+                    f"inflates more than {_BOMB_RATIO}-fold, which no trace does",
+                    "inflate it yourself and pass the .json if you trust it",
+                )
+            yield piece
 
     def _members(self, file: IO[bytes]) -> Iterator[bytes]:
         member: Any = _inflate.decompressobj(31)

@@ -16,7 +16,7 @@ from vllm_k25_instrument.analysis.capture import CaptureError
 from vllm_k25_instrument.analysis.kineto.columns import Section
 from vllm_k25_instrument.analysis.kineto.rows import Batch, Encoding, MalformedError, RowDecoder
 
-CHUNK_BYTES: Final = 4 << 20
+CHUNK_BYTES: Final = 2 << 20
 
 _MIN_CHUNK: Final = 16 << 10
 _LOOSE_BYTES: Final = 256 << 10
