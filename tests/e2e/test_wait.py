@@ -22,7 +22,13 @@ ALL_REDUCES = 9
 
 
 @pytest.fixture(scope="module")
-def slowed(launch: Launch) -> Iterator[Running]:
+def lateness(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the slow rank writes down, call by call, how late it really was."""
+    return tmp_path_factory.mktemp("slow") / "late_ns"
+
+
+@pytest.fixture(scope="module")
+def slowed(launch: Launch, lateness: Path) -> Iterator[Running]:
     with launch(
         "slow_rank",
         plugin_path=DATA / "slow_plugin",
@@ -30,6 +36,7 @@ def slowed(launch: Launch) -> Iterator[Running]:
         K25_SAMPLE_EVERY="1",
         SLOW_RANK=str(SLOW),
         SLOW_MS=str(LATE_MS),
+        SLOW_LOG=str(lateness),
     ) as running:
         running.client.complete(PROMPTS[0])  # what is slow the first time is slow on both ranks
         yield running
@@ -45,7 +52,12 @@ def increase(before: tuple[float, float], after: tuple[float, float]) -> tuple[f
     return after[0] - before[0], after[1] - before[1]
 
 
-def test_the_other_rank_waits_as_long_as_the_slow_one_is_late(slowed: Running) -> None:
+def late_ns(log: Path) -> list[int]:
+    return [int(line) for line in log.read_text().split()]
+
+
+def test_the_other_rank_waits_as_long_as_the_slow_one_is_late(slowed: Running, lateness: Path) -> None:
+    calls_before = len(late_ns(lateness))
     before = slowed.client.get("/metrics")
     slowed.client.complete_all([*PROMPTS], concurrency=4, max_tokens=60)
     after = slowed.client.get("/metrics")
@@ -53,7 +65,10 @@ def test_the_other_rank_waits_as_long_as_the_slow_one_is_late(slowed: Running) -
 
     waited, calls = increase(wait_of(before, OTHER), wait_of(after, OTHER))
     assert calls >= 60 * ALL_REDUCES
-    assert waited / calls == pytest.approx(LATE_MS / 1e3, rel=0.1)
+    injected = late_ns(lateness)[calls_before:]
+    assert len(injected) == calls
+    assert min(injected) >= LATE_MS * 1e6
+    assert waited == pytest.approx(sum(injected) / NS_PER_SECOND, rel=0.1)
     waited_by_the_slow_one, its_calls = increase(wait_of(before, SLOW), wait_of(after, SLOW))
     assert its_calls == calls
     assert waited_by_the_slow_one < 0.02 * waited
