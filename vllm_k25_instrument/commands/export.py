@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_k25_instrument.settings import SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from vllm_k25_instrument.export.otel.push import Pusher
 
 
 def export(
@@ -32,9 +36,27 @@ def export(
     instance: Annotated[
         str | None, typer.Option(help="Stay with this instance (the name of a folder in the ring directory).")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the metrics once and exit; 1 if there are none.")] = False,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once",
+            help="Print the metrics once and exit; 1 if there are none. With --otlp: push all that the rings hold, of "
+            "a dead server too, and exit; 1 if not all of it was taken.",
+        ),
+    ] = False,
+    otlp: Annotated[
+        bool,
+        typer.Option(
+            "--otlp",
+            help="Also push metrics, and a span per sampled step and rank, to an OpenTelemetry collector (set up with "
+            "the standard OTEL_* variables).",
+        ),
+    ] = False,
+    otlp_ranges: Annotated[
+        bool, typer.Option("--otlp-ranges", help="--otlp, with a child span for every range: hundreds per step.")
+    ] = False,
 ) -> None:
-    """Serve the metrics of the rings for Prometheus.
+    """Serve the metrics of the rings for Prometheus, and push them over OTLP if asked to.
 
     For servers whose own /metrics cannot carry them (several API servers, Rust front end).
 
@@ -50,6 +72,13 @@ def export(
     directory = _existing(rings) if rings is not None else settings.ring_dir
     path = _instance(directory, instance) if instance is not None else directory
 
+    pusher = _pusher(path, ranges=otlp_ranges, history=once) if otlp or otlp_ranges else None
+    if once and pusher is not None:
+        if not pusher.push_once():
+            pusher.close()
+            raise _failure(f"{path}: not everything was pushed: {pusher.accounts}")
+        pusher.close()
+        return
     if once:
         text = exposition_of(path)
         if text is None:
@@ -61,11 +90,23 @@ def export(
     port = settings.export_port if port is None else port
     with stop_signals():
         try:
-            with serving(path, host, port) as url:
+            with serving(path, host, port, [pusher] if pusher else []) as url, pusher or nullcontext():
                 typer.echo(f"serving the metrics of {path} at {url}")
+                if pusher:
+                    typer.echo(f"pushing {pusher.destination}")
                 wait_for_stop()
         except ListenError as error:
             raise _failure(str(error)) from None
+
+
+def _pusher(path: Path, *, ranges: bool, history: bool) -> Pusher:
+    from vllm_k25_instrument.export.otel.errors import OtlpError
+    from vllm_k25_instrument.export.otel.start import open_pusher
+
+    try:
+        return open_pusher(path, ranges=ranges, history=history)
+    except OtlpError as error:
+        raise _failure(str(error)) from None
 
 
 def _existing(path: Path) -> Path:

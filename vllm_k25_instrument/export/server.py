@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client.registry import Collector
 
 from vllm_k25_instrument.export.collector import RingCollector
 from vllm_k25_instrument.export.follow import InstanceFollower
@@ -33,10 +34,12 @@ class ListenError(Exception):
         self.port = port
 
 
-def registry_of(path: Path) -> CollectorRegistry:
-    """A registry with the metrics of the rings at `path` (as for InstanceFollower), and nothing else."""
+def registry_of(path: Path, others: Sequence[Collector] = ()) -> CollectorRegistry:
+    """A registry with the metrics of the rings at `path` (as for InstanceFollower), those of `others`, and no more."""
     registry = CollectorRegistry()
     registry.register(RingCollector(InstanceFollower(path), EXPORTER_SAMPLES))
+    for other in others:
+        registry.register(other)
     return registry
 
 
@@ -48,13 +51,13 @@ def exposition_of(path: Path) -> str | None:
 
 
 @contextmanager
-def serving(path: Path, host: str, port: int) -> Iterator[str]:
-    """Serve ``/metrics`` inside the context, in threads of its own; yields its URL.
+def serving(path: Path, host: str, port: int, others: Sequence[Collector] = ()) -> Iterator[str]:
+    """Serve ``/metrics`` inside the context, in threads of its own; yields its URL. `others` is as for `registry_of`.
 
     Port 0 picks a free port. Raises ListenError.
     """
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry_of(path))
+        server, thread = start_http_server(port, addr=host, registry=registry_of(path, others))
     except OSError as error:
         raise ListenError(host, port, error) from error
     try:
