@@ -329,6 +329,27 @@ def test_the_next_server_is_followed(tmp_path, receiver, monkeypatch):
     assert receiver.spans[0][0].trace_id != receiver.spans[1][0].trace_id
 
 
+def test_pushing_leaves_the_rings_as_they_are(tmp_path, receiver):
+    writer = make_ring(tmp_path / "server", layout=ROOMY)
+    touch_everything(writer.totals)
+    append(writer, [a_step(step) for step in range(20)])
+    before = (writer.path.read_bytes(), writer.path.stat().st_mtime_ns)
+    assert push(tmp_path, ranges=True)
+    assert (writer.path.read_bytes(), writer.path.stat().st_mtime_ns) == before
+
+
+def test_the_console_will_do_for_a_collector(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "console")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    writer = make_ring(tmp_path / "server", layout=ROOMY)
+    touch_everything(writer.totals)
+    append(writer, [a_step(16)])
+    assert push(tmp_path)
+    shown = capfd.readouterr().out
+    assert '"name": "decode step"' in shown
+    assert '"name": "vllm_k25_step_duration_seconds"' in shown
+
+
 def test_a_damaged_ring_costs_the_others_nothing(tmp_path, receiver, caplog):
     append(make_ring(tmp_path / "server", layout=ROOMY), [a_step(16)])
     (tmp_path / "server" / "rank-00001.ring").write_bytes(b"nonsense" * 100)

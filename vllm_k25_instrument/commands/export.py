@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,12 +72,13 @@ def export(
     directory = _existing(rings) if rings is not None else settings.ring_dir
     path = _instance(directory, instance) if instance is not None else directory
 
-    pusher = _pusher(path, ranges=otlp_ranges, history=once) if otlp or otlp_ranges else None
-    if once and pusher is not None:
-        if not pusher.push_once():
-            pusher.close()
-            raise _failure(f"{path}: not everything was pushed: {pusher.accounts}")
+    otlp = otlp or otlp_ranges
+    if once and otlp:
+        pusher = _pusher(path, ranges=otlp_ranges, history=True)
+        complete = pusher.push_once()
         pusher.close()
+        if not complete:
+            raise _failure(f"{path}: not everything was pushed: {pusher.accounts}")
         return
     if once:
         text = exposition_of(path)
@@ -88,18 +89,20 @@ def export(
 
     host = settings.export_host if host is None else host
     port = settings.export_port if port is None else port
-    with stop_signals():
+    with stop_signals():  # before anything starts a thread, gRPC's own too: they inherit it
+        pushers = [_pusher(path, ranges=otlp_ranges)] if otlp else []
         try:
-            with serving(path, host, port, [pusher] if pusher else []) as url, pusher or nullcontext():
+            with serving(path, host, port, pushers) as url, ExitStack() as running:
                 typer.echo(f"serving the metrics of {path} at {url}")
-                if pusher:
+                for pusher in pushers:
+                    running.enter_context(pusher)
                     typer.echo(f"pushing {pusher.destination}")
                 wait_for_stop()
         except ListenError as error:
             raise _failure(str(error)) from None
 
 
-def _pusher(path: Path, *, ranges: bool, history: bool) -> Pusher:
+def _pusher(path: Path, *, ranges: bool, history: bool = False) -> Pusher:
     from vllm_k25_instrument.export.otel.errors import OtlpError
     from vllm_k25_instrument.export.otel.start import open_pusher
 

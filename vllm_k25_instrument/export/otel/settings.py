@@ -7,6 +7,7 @@ attributes by its SDK. Here is the rest. ``OTEL_BSP_MAX_QUEUE_SIZE`` has no mean
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -62,7 +63,7 @@ def metric_exporter() -> tuple[MetricExporter | None, str]:
     """The exporter of the metrics (None: they are not wanted), and where it pushes. Raises OtlpError, ImportError."""
     kind = _kind("METRICS")
     if kind != "otlp":
-        return (ConsoleMetricExporter(), kind) if kind == "console" else (None, kind)
+        return (ConsoleMetricExporter(out=sys.stdout), kind) if kind == "console" else (None, kind)
     protocol = _protocol("METRICS")
     return _made(_grpc_metrics if protocol == GRPC else _http_metrics), _where("METRICS", protocol)
 
@@ -71,7 +72,7 @@ def span_exporter() -> tuple[SpanExporter | None, str]:
     """The exporter of the spans (None: they are not wanted), and where it pushes. Raises OtlpError, ImportError."""
     kind = _kind("TRACES")
     if kind != "otlp":
-        return (ConsoleSpanExporter(), kind) if kind == "console" else (None, kind)
+        return (ConsoleSpanExporter(out=sys.stdout), kind) if kind == "console" else (None, kind)
     protocol = _protocol("TRACES")
     return _made(_grpc_spans if protocol == GRPC else _http_spans), _where("TRACES", protocol)
 
