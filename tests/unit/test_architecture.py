@@ -11,7 +11,20 @@ import vllm_k25_instrument
 
 PACKAGE = "vllm_k25_instrument"
 SOURCE = Path(vllm_k25_instrument.__file__).parent
-TOOLS = ("export", "report", "analysis", "bench", "campaign", "commands", "cli", "demo", "doctor", "limits", "whatif")
+TOOLS = (
+    "alignment",
+    "export",
+    "report",
+    "analysis",
+    "bench",
+    "campaign",
+    "commands",
+    "cli",
+    "demo",
+    "doctor",
+    "limits",
+    "whatif",
+)
 LIBRARIES_OF_TOOLS = ("prometheus_client", "rich", "typer", "jinja2", "opentelemetry")
 
 
