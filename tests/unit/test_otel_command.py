@@ -87,6 +87,29 @@ def test_the_exporter_serves_and_pushes_until_it_is_told_to_end(tmp_path, protoc
     assert "spans: 1 sent, 0 dropped" in errors
 
 
+def test_told_twice_it_still_ends_in_order(tmp_path):
+    a_ring(tmp_path / "server")
+    process = subprocess.Popen(
+        [*EXPORT, str(tmp_path), "--port", "0", "--otlp"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}"},
+    )
+    try:
+        for _ in range(2):
+            process.stdout.readline()
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert "K25: OTLP: metrics: 0 sent, " in errors
+
+
 def test_the_rings_of_a_dead_server_can_be_pushed_once(tmp_path, monkeypatch):
     kill(a_ring(tmp_path / "server"))
     with RECEIVERS["grpc"]() as receiver:

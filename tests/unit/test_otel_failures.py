@@ -156,6 +156,24 @@ def test_a_collector_that_answers_too_late_has_not_answered(tmp_path, monkeypatc
         assert time.monotonic() - begin < PROMPT_S
 
 
+@pytest.mark.parametrize("protocol", RECEIVERS)
+def test_a_collector_that_has_failed_does_not_hold_up_the_end(tmp_path, monkeypatch, protocol):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "60000")
+    server = Server(tmp_path / "server")
+    server.work()
+    with RECEIVERS[protocol]() as receiver:
+        receiver.answer = 20.0
+        point_to(monkeypatch, protocol, receiver.endpoint)
+        with open_pusher(tmp_path, history=True) as pusher:
+            wait_for(lambda: all(delivery.failing for delivery in pusher.deliveries))
+            server.work()
+            tries = receiver.tries
+            begin = time.monotonic()
+        assert time.monotonic() - begin < 1
+        assert receiver.tries == tries
+
+
 def test_what_the_ring_forgets_meanwhile_is_counted(tmp_path, monkeypatch):
     server = Server(tmp_path / "server", RingLayout(slots=16, slot_bytes=1024))
     with grpc_receiver() as receiver:

@@ -245,6 +245,15 @@ def test_the_ranks_of_a_step_meet_in_one_trace_and_other_steps_do_not(tmp_path, 
     assert len({span.span_id for span, _ in receiver.spans}) == 4
 
 
+def test_other_groups_of_ranks_have_traces_of_their_own(tmp_path, receiver):
+    for rank in range(4):
+        where = RankCoordinates(global_rank=rank, tp=rank % 2, dp=rank // 2, tp_size=2, dp_size=2)
+        append(make_ring(tmp_path / "server", rank, ROOMY, coordinates=where), [a_step(16)])
+    push(tmp_path)
+    traces = [span.trace_id for span, _ in receiver.spans]
+    assert traces[0] == traces[1] != traces[2] == traces[3]
+
+
 def test_pushed_twice_the_spans_are_the_same_spans(tmp_path, receiver):
     append(make_ring(tmp_path / "server", layout=ROOMY), [a_step(16)])
     push(tmp_path, ranges=True)

@@ -62,7 +62,7 @@ def export(
 
     It only reads the rings: start and stop it whenever you like.
     """
-    from vllm_k25_instrument.export.server import ListenError, exposition_of, serving, stop_signals, wait_for_stop
+    from vllm_k25_instrument.export.stopping import stop_signals, wait_for_stop
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -81,6 +81,8 @@ def export(
             raise _failure(f"{path}: not everything was pushed: {pusher.accounts}")
         return
     if once:
+        from vllm_k25_instrument.export.server import exposition_of
+
         text = exposition_of(path)
         if text is None:
             raise _failure(f"{path}: no rings that can be read here (is the server running with K25_INSTRUMENT=1?)")
@@ -89,7 +91,9 @@ def export(
 
     host = settings.export_host if host is None else host
     port = settings.export_port if port is None else port
-    with stop_signals():  # before anything starts a thread, gRPC's own too: they inherit it
+    with stop_signals():  # before anything starts a thread (numpy does, and gRPC): they inherit it
+        from vllm_k25_instrument.export.server import ListenError, serving
+
         pushers = [_pusher(path, ranges=otlp_ranges)] if otlp else []
         try:
             with serving(path, host, port, pushers) as url, ExitStack() as running:

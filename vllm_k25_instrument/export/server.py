@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.registry import Collector
@@ -15,8 +13,6 @@ from prometheus_client.registry import Collector
 from vllm_k25_instrument.export.collector import RingCollector
 from vllm_k25_instrument.export.follow import InstanceFollower
 from vllm_k25_instrument.export.waits import EXPORTER_SAMPLES
-
-_STOP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 class ListenError(Exception):
@@ -67,18 +63,3 @@ def serving(path: Path, host: str, port: int, others: Sequence[Collector] = ()) 
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-@contextmanager
-def stop_signals() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM inside the context, for `wait_for_stop`; threads started in it inherit that."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def wait_for_stop() -> None:
-    """Wait for SIGINT or SIGTERM. Only inside `stop_signals`, which turns them into something to wait for."""
-    signal.sigwait(_STOP_SIGNALS)
