@@ -173,6 +173,22 @@ def test_grafana_gets_prometheus_and_the_folder_of_dashboards():
     assert where[provider["options"]["path"]] == "../grafana/dashboards"
 
 
+def test_the_exporter_pushes_to_the_collector_of_the_same_network(module, monkeypatch, tmp_path):
+    module("opentelemetry.exporter.otlp.proto.grpc", "opentelemetry-exporter-otlp")
+    from vllm_k25_instrument.export.otel.start import open_pusher
+
+    exporter = services()["exporter"]
+    variables = {name: value for name, value in environment(exporter).items() if name.startswith("OTEL_")}
+    host, _, port = variables["OTEL_EXPORTER_OTLP_ENDPOINT"].removeprefix("http://").partition(":")
+    collector = load(FOLDER / "otel-collector.yml")["receivers"]["otlp"]["protocols"]
+    assert collector[variables["OTEL_EXPORTER_OTLP_PROTOCOL"]]["endpoint"] == f"0.0.0.0:{port}"
+    assert set(services()[host]["networks"]) & set(exporter["networks"])
+    assert exporter["command"] == ["--otlp"]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    open_pusher(tmp_path)
+
+
 def test_every_pipeline_of_the_collector_names_what_is_configured_and_limits_memory_first():
     config = load(FOLDER / "otel-collector.yml")
     for pipeline in config["service"]["pipelines"].values():
