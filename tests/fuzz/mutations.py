@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import random
@@ -36,6 +37,9 @@ ODD_VALUES: tuple[Any, ...] = (
     [[[]]],
     {"a": {"b": []}},
 )
+
+MAX_PLACES = 20_000
+"""A document with more values than this does not grow any further."""
 
 ODD_BYTES = (
     b"\0",
@@ -139,7 +143,7 @@ def _tree(whole: Any, rng: random.Random) -> str:
     places: list[tuple[Any, Any]] = []
 
     def collect(node: Any, depth: int = 0) -> None:
-        if depth > 20:
+        if depth > 20 or len(places) > MAX_PLACES:
             return
         if isinstance(node, dict):
             for key, value in node.items():
@@ -167,8 +171,8 @@ def _tree(whole: Any, rng: random.Random) -> str:
         case 3 if isinstance(node, list) and len(node) > 1:
             rng.shuffle(node)
             return "rows swapped"
-        case 4 if isinstance(node, list):
-            node += [node[key]] * rng.choice((1, 3, 100))
+        case 4 if isinstance(node, list) and len(places) < MAX_PLACES:
+            node += [copy.deepcopy(node[key]) for _ in range(rng.choice((1, 3, 100)))]
             return "a row many times"
         case _:
             other, other_key = rng.choice(places)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from vllm_k25_instrument.analysis.capture import NO_RANK, CaptureError, Note, NoteCode, Source
+from vllm_k25_instrument.analysis.capture import NO_RANK, CaptureError, Note, NoteCode, Source, one_line
 from vllm_k25_instrument.analysis.cross_rank import compare_ranks
 from vllm_k25_instrument.analysis.findings import StepRange
 from vllm_k25_instrument.analysis.inputs import Input, expand
@@ -158,7 +158,7 @@ def _said(done: Iterable[Done], source: Source) -> Iterator[Caveat]:
 
 
 def _caveat(note: Note) -> Caveat:
-    return Caveat(CaveatCode(note.code.value), note.message, note.count)
+    return Caveat(CaveatCode(note.code.value), one_line(note.message), note.count)
 
 
 def _once(caveats: Iterable[Caveat]) -> list[Caveat]:

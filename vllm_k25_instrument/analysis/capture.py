@@ -79,11 +79,17 @@ class Note:
     count: int = 0
 
 
+def one_line(text: str) -> str:
+    """`text` on one line, and nothing in it that a terminal would obey: damaged files speak through error messages."""
+    line = " ".join(text.split())
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)
+
+
 class CaptureError(Exception):
     """A file that cannot be analysed at all. One line: the path, what is wrong, what to do."""
 
     def __init__(self, path: Path, reason: str, remedy: str = "") -> None:
-        super().__init__(f"{path}: {reason}" + (f": {remedy}" if remedy else ""))
+        super().__init__(one_line(f"{path}: {reason}" + (f": {remedy}" if remedy else "")))
         self.path = path
         self.reason = reason
         self.remedy = remedy
