@@ -284,8 +284,14 @@ over_within() {
   done
 }
 
+# Sets vllm_pid as soon as the server's process has written it down.
+know_vllm() { [[ -n $vllm_pid || ! -s $out/vllm.pid ]] || vllm_pid=$(<"$out/vllm.pid"); }
+
 stop_all() {
   trap '' INT TERM
+  # It may be too early for that: nsys takes a while to start a program.
+  local deadline=$((SECONDS + 30))
+  while know_vllm; [[ -z $vllm_pid ]] && runs "$nsys_pid" && ((SECONDS < deadline)); do sleep 0.2; done
   # The recording first, while the workers live: what they hold is handed over, and the report written.
   if runs "$nsys_pid"; then
     say "stopping the recording"
@@ -303,8 +309,9 @@ stop_all() {
       over_within "$vllm_pid" 30 || kill -KILL "$vllm_pid" 2>/dev/null || :
     fi
   fi
-  if ! over_within "$nsys_pid" "$stop_seconds"; then
-    say "nsys did not end within $stop_seconds s: TERM"
+  # Without a server to wait for there is nothing that nsys could still be waiting for.
+  if ! over_within "$nsys_pid" "$([[ -n $vllm_pid ]] && printf '%s' "$stop_seconds" || printf 5)"; then
+    say "nsys did not end: TERM"
     failed=1
     kill -TERM "$nsys_pid" 2>/dev/null || :
   fi
@@ -332,7 +339,7 @@ healthy() {
 
 deadline=$((SECONDS + ready_seconds))
 until ((interrupted)) || healthy; do
-  [[ -n $vllm_pid || ! -s $out/vllm.pid ]] || vllm_pid=$(<"$out/vllm.pid")
+  know_vllm
   if ! runs "$nsys_pid" || { [[ -n $vllm_pid ]] && ! runs "$vllm_pid"; }; then
     say "the server ended before it answered; the end of its log:"
     failed=1
@@ -348,7 +355,7 @@ until ((interrupted)) || healthy; do
   sleep 0.5 &
   wait $! || :
 done
-[[ -n $vllm_pid || ! -s $out/vllm.pid ]] || vllm_pid=$(<"$out/vllm.pid")
+know_vllm
 
 if ((!interrupted)); then
   if [[ -n $load ]]; then

@@ -93,7 +93,15 @@ class Recipe:
 
 @pytest.fixture
 def recipe(tmp_path):
-    return Recipe(tmp_path)
+    """The recipe; whatever it did, no server may be left behind."""
+    recipe = Recipe(tmp_path)
+    yield recipe
+    file = recipe.out / "vllm.pid"
+    if file.exists() and file.read_text().strip():
+        pid = int(file.read_text())
+        if left := Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+        assert not left, "the server was left running"
 
 
 def order(events, *starts):
@@ -242,6 +250,16 @@ def test_a_server_that_does_not_answer_in_time_is_stopped(recipe):
     result = recipe.run("--ready-seconds", "0")
     assert result.returncode == 1
     assert "did not answer within 0 s" in result.stderr
+
+
+def test_interrupted_before_the_server_is_there_it_leaves_nothing_running(recipe):
+    with subprocess.Popen(recipe.command(), env=recipe.environment, stderr=subprocess.PIPE, text=True) as process:
+        recipe.log.touch()
+        recipe.await_event("profile")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert "nsys ended" in recipe.events()
 
 
 def test_a_server_that_ignores_sigint_is_ended_and_that_is_said(recipe):
