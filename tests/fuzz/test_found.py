@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.traces import Rank, decode_rank, document, encode
+from vllm_k25_instrument.analysis.capture import CaptureError
 from vllm_k25_instrument.cli import app
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
@@ -39,3 +40,8 @@ def test_an_error_of_sqlite_that_quotes_bytes_is_one_line(tmp_path, seed):
     path = tmp_path / "export.sqlite"
     path.write_bytes(data)
     assert exit_of(path) in (2, 3)
+
+
+def test_what_a_damaged_file_makes_a_message_say_stays_on_one_line_and_is_not_obeyed():
+    error = CaptureError(Path("a\nb.sqlite"), 'unrecognized token: "\x0b\x1b[31m"', "export\r\nit")
+    assert str(error) == 'a b.sqlite: unrecognized token: " \ufffd[31m": export it'
