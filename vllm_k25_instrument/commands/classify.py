@@ -7,15 +7,16 @@ import sys
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from vllm_k25_instrument.analysis.classify import Classifier, Explanation
-from vllm_k25_instrument.analysis.rules import RulesError
 from vllm_k25_instrument.palette import CATEGORY_COLORS
+
+if TYPE_CHECKING:
+    from vllm_k25_instrument.analysis.classify import Explanation
 
 STDIN: Final = "-"
 
@@ -54,6 +55,10 @@ def classify(
     Exit codes: 0 every name has a rule; 1 some have none (category `other`); 2 wrong usage, or a rules file that
     cannot be used.
     """
+    # Here, since they bring numpy, which the other commands should not wait for.
+    from vllm_k25_instrument.analysis.classify import Classifier
+    from vllm_k25_instrument.analysis.rules import RulesError
+
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         classifier = Classifier.load(rules)
