@@ -360,7 +360,7 @@ SCHEDULES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schedule=SCHEDULES)
 def test_any_schedule_is_reported_as_it_ran_and_breaks_no_rule(gpu: SimulatedGpu, schedule: dict[str, Any]) -> None:
     gpu.executions.clear()
