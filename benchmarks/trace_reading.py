@@ -87,58 +87,6 @@ kernels, ns = 0, int(metrics["sum (us)"].sum() * 1000)
 """,
 )
 
-RANKS: Final = 4.5
-AIM_SMALL: Final = 3.0
-AIM_LARGE_MIB: Final = 1_536.0
-
-MEASURE: Final = """
-import gc, json, resource, sys, time
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-path = sys.argv[1]
-{imports}
-before = peak()
-start = time.perf_counter()
-{work}
-seconds = time.perf_counter() - start
-print(json.dumps({{"seconds": seconds, "mib": peak() - before, "kernels": kernels, "ns": ns}}))
-"""
-
-OURS: Final = MEASURE.format(
-    imports="from pathlib import Path\nfrom vllm_k25_instrument.analysis.torch_trace import read_torch_trace",
-    work="""
-(capture,) = read_torch_trace(Path(path))
-kernel = capture.activities.kind == 0
-kernels, ns = int(kernel.sum()), int(capture.activities.duration_ns[kernel].sum())
-assert (capture.activities.launch >= 0).all()
-""",
-)
-JSON_LOAD: Final = MEASURE.format(
-    imports="",
-    work="""
-with open(path) as file:
-    events = json.load(file)["traceEvents"]
-kernels, ns = 0, 0
-""",
-)
-GUNZIP: Final = MEASURE.format(
-    imports="import gzip",
-    work="""
-with gzip.open(path) as file:
-    while file.read(1 << 20):
-        pass
-kernels, ns = 0, 0
-""",
-)
-HTA: Final = MEASURE.format(
-    imports="import logging\nfrom hta.trace_analysis import TraceAnalysis\nlogging.disable(logging.CRITICAL)",
-    work="""
-analysis = TraceAnalysis(trace_files={0: path}, trace_dir="")
-_, metrics = analysis.get_gpu_kernel_breakdown(visualize=False, num_kernels=100)
-kernels, ns = 0, int(metrics["sum (us)"].sum() * 1000)
-""".replace("{0: path}", "{{0: path}}"),
-).replace("{{0: path}}", "{0: path}")
-
 RANKS: Final = """
 import json, sys, time
 from pathlib import Path
