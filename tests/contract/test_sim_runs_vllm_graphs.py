@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +77,36 @@ class Marks:
 # --- full graphs: CudaGraphManager ------------------------------------------------------------------------
 
 
+def full_descriptors(sizes: Iterable[int]) -> list[Any]:
+    """Of a full graph for each size, in tokens, of one token per request."""
+    return [
+        cudagraph_utils.BatchExecutionDescriptor(
+            cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=1
+        )
+        for size in sizes
+    ]
+
+
+def bare_manager(descs: list[Any], **more: Any) -> Any:
+    """vLLM's CudaGraphManager without the engine that its constructor asks for; `more`: further attributes."""
+    manager = object.__new__(cudagraph_utils.CudaGraphManager)
+    manager.__dict__.update(
+        vllm_config=CONFIG,
+        device="cuda:0",
+        ubatch_runner=None,
+        graphs={},
+        pool=torch.cuda.graph_pool_handle(),
+        use_breakable_cg=False,
+        breakable_cg_runner=None,
+        _capture_descs={CUDAGraphMode.FULL: descs},
+        _max_full_descs_to_capture=None,
+        _capture_mem_samples=None,
+        _graphs_captured=False,
+        **more,
+    )
+    return manager
+
+
 class FullModel:
     """What vLLM's model runner has around its CudaGraphManager, with a model of a few kernels."""
 
@@ -85,27 +115,8 @@ class FullModel:
         self.marks = Marks()
         self.input = gpu.allocate(512, "input")
         self.output = gpu.allocate(512, "output")
-        self.descs = [
-            cudagraph_utils.BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=1
-            )
-            for size in sizes
-        ]
-        manager = object.__new__(cudagraph_utils.CudaGraphManager)
-        manager.__dict__.update(
-            vllm_config=CONFIG,
-            device="cuda:0",
-            ubatch_runner=None,
-            graphs={},
-            pool=torch.cuda.graph_pool_handle(),
-            use_breakable_cg=False,
-            breakable_cg_runner=None,
-            _capture_descs={CUDAGraphMode.FULL: self.descs},
-            _max_full_descs_to_capture=None,
-            _capture_mem_samples=None,
-            _graphs_captured=False,
-        )
-        self.manager = manager
+        self.descs = full_descriptors(sizes)
+        self.manager = bare_manager(self.descs)
 
     def create_forward(self, desc: Any, warmup: bool) -> Callable[[Any], None]:
         def forward(mode: Any) -> None:

@@ -19,13 +19,12 @@ pytest.importorskip("vllm")
 import vllm.compilation.breakable_cudagraph as breakable  # noqa: E402
 import vllm.compilation.cuda_graph as cuda_graph  # noqa: E402
 import vllm.forward_context  # noqa: E402
-import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils  # noqa: E402
 import vllm.v1.worker.gpu_model_runner as v1  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
 
-from tests.contract.test_sim_runs_vllm_graphs import CONFIG  # noqa: E402
+from tests.contract.test_sim_runs_vllm_graphs import CONFIG, bare_manager, full_descriptors  # noqa: E402
 from tests.sim import SimulatedGpu  # noqa: E402
 from tests.simulated import decode  # noqa: E402
 from vllm_k25_instrument.hooks.graphs import GRAPH_POINTS  # noqa: E402
@@ -132,26 +131,9 @@ class FullServer:
         self.output = self.gpu.allocate(512, "output")
         self.side_output = self.gpu.allocate(512, "side")
         self.side = torch.cuda.Stream()
-        self.descs = [
-            cudagraph_utils.BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=1
-            )
-            for size in sizes
-        ]
-        self.manager = object.__new__(cudagraph_utils.CudaGraphManager)
-        self.manager.__dict__.update(
-            vllm_config=CONFIG,
-            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
-            device="cuda:0",
-            ubatch_runner=None,
-            graphs={},
-            pool=torch.cuda.graph_pool_handle(),
-            use_breakable_cg=False,
-            breakable_cg_runner=None,
-            _capture_descs={CUDAGraphMode.FULL: self.descs},
-            _max_full_descs_to_capture=None,
-            _capture_mem_samples=None,
-            _graphs_captured=False,
+        self.descs = full_descriptors(sizes)
+        self.manager = bare_manager(
+            self.descs, compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
         )
         self.in_flight: deque[Any] = deque()
         self.kernel = {c: wrap(self._kernel, range_point(c), made.recorder) for c in (EXPERTS, ALL_REDUCE, SHARED)}

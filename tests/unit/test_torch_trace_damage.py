@@ -176,10 +176,9 @@ def test_a_container_left_open_is_incomplete(trace: Path, end: bytes) -> None:
     assert count(capture, NoteCode.TRUNCATED) > 0
 
 
-def test_every_cut_of_a_trace_ends_in_a_capture_marked_incomplete_or_one_line(trace: Path) -> None:
-    data = whole(1)
+def every_cut_is_refused_or_marked(trace: Path, data: bytes, cuts: range) -> None:
     refusals: set[str] = set()
-    for cut in range(len(data) - 1):
+    for cut in cuts:
         trace.write_bytes(data[:cut])
         try:
             captures = read_torch_trace(trace)
@@ -189,21 +188,16 @@ def test_every_cut_of_a_trace_ends_in_a_capture_marked_incomplete_or_one_line(tr
             assert not any(capture.complete for capture in captures), cut
     assert refusals
     assert all(line.startswith(f"{trace}: ") and "\n" not in line for line in refusals)
+
+
+def test_every_cut_of_a_trace_ends_in_a_capture_marked_incomplete_or_one_line(trace: Path) -> None:
+    data = whole(1)
+    every_cut_is_refused_or_marked(trace, data, range(len(data) - 1))
 
 
 def test_every_cut_of_a_gzip_stream_ends_likewise(trace: Path) -> None:
     data = gzip.compress(whole(20))
-    refusals: set[str] = set()
-    for cut in range(2, len(data)):
-        trace.write_bytes(data[:cut])
-        try:
-            captures = read_torch_trace(trace)
-        except CaptureError as error:
-            refusals.add(str(error))
-        else:
-            assert not any(capture.complete for capture in captures), cut
-    assert refusals
-    assert all(line.startswith(f"{trace}: ") and "\n" not in line for line in refusals)
+    every_cut_is_refused_or_marked(trace, data, range(2, len(data)))
 
 
 def test_a_header_that_is_broken_does_not_hide_the_events(trace: Path) -> None:

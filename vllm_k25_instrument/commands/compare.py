@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from vllm_k25_instrument.commands.analyze import Exit, read_traces
-from vllm_k25_instrument.commands.documents import STDOUT, fail, show
+from vllm_k25_instrument.commands.documents import MAX_DOCUMENT, fail, show_or_write_json
 from vllm_k25_instrument.instances import find_rings
 from vllm_k25_instrument.report.compare import Comparison, DocumentError, Side, compare_sides
 from vllm_k25_instrument.report.compare_table import ComparisonTable
@@ -20,9 +20,6 @@ from vllm_k25_instrument.report.table import caveat_lines
 from vllm_k25_instrument.ring import open_rings
 
 COMMAND: Final = "compare"
-
-MAX_DOCUMENT: Final = 256 * 1024 * 1024
-"""Bytes of a breakdown's JSON: ten thousand steps of eight ranks have a tenth of it."""
 
 HEAD: Final = 4096
 
@@ -57,16 +54,7 @@ def compare(
     """
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     compared = compare_sides(_side(errors, a, rules), _side(errors, b, rules))
-    text = json.dumps(compared.to_json_dict(), indent=2) + "\n"
-    if json_file == STDOUT:
-        typer.echo(text, nl=False)
-    else:
-        if json_file is not None:
-            try:
-                json_file.write_text(text, encoding="utf-8")
-            except OSError as error:
-                fail(errors, COMMAND, Exit.USAGE, f"{json_file}: cannot be written: {error.strerror}")
-        show(ComparisonTable(compared))
+    show_or_write_json(errors, COMMAND, Exit.USAGE, ComparisonTable(compared), compared.to_json_dict(), json_file)
     if not compared.comparable:
         errors.print(f"{a} and {b} have nothing in common: no steps of one phase and batch, no sums", markup=False)
         raise typer.Exit(Exit.INCOMPLETE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
@@ -17,6 +17,10 @@ from vllm_k25_instrument.report.rings import Report
 STDOUT: Final = Path("-")
 PIPE_WIDTH: Final = 200
 """Columns of a table that goes to a file or a pipe, which has no width of its own."""
+
+
+MAX_DOCUMENT: Final = 256 * 1024 * 1024
+"""Bytes of a breakdown's JSON: ten thousand steps of eight ranks have a tenth of it."""
 
 
 class Documents:
@@ -57,6 +61,25 @@ def show(renderable: RenderableType) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
     console.print(renderable)
+
+
+def show_or_write_json(
+    errors: Console, command: str, code: int, shown: RenderableType, document: dict[str, Any], path: Path | None
+) -> None:
+    """Show a result, and write its JSON where `path` says; to standard output goes the JSON alone.
+
+    Exits with `code` where it cannot be written.
+    """
+    text = json.dumps(document, indent=2) + "\n"
+    if path == STDOUT:
+        typer.echo(text, nl=False)
+        return
+    if path is not None:
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            fail(errors, command, code, f"{path}: cannot be written: {error.strerror}")
+    show(shown)
 
 
 def fail(console: Console, command: str, code: int, message: str) -> NoReturn:

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vllm_k25_instrument.commands.documents import STDOUT, show
 from vllm_k25_instrument.commands.limits import limits_of_rings
 from vllm_k25_instrument.instances import find_rings
 from vllm_k25_instrument.limits.errors import LimitsError
@@ -28,10 +29,6 @@ from vllm_k25_instrument.report.rings import Report, read_rings
 from vllm_k25_instrument.report.table import ReportTable, caveat_lines
 from vllm_k25_instrument.ring import open_rings
 from vllm_k25_instrument.settings import SettingsError, load_settings
-
-STDOUT: Final = Path("-")
-PIPE_WIDTH: Final = 200
-"""Columns of a table that goes to a file or a pipe, which has no width of its own."""
 
 PROGRESS_AFTER_S: Final = 1.0
 """A progress bar appears when reading takes longer than this."""
@@ -152,12 +149,9 @@ def _write(
         except OSError as error:
             _fail(errors, Exit.USAGE, f"{path}: cannot be written: {error.strerror}")
     if STDOUT not in (html, json_file, markdown):
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=PIPE_WIDTH)
-        console.print(ReportTable(made, per_rank=per_rank))
+        show(ReportTable(made, per_rank=per_rank))
         if limits is not None:
-            console.print(LimitsTable(limits))
+            show(LimitsTable(limits))
 
 
 def _find(errors: Console, rings: Path | None) -> Path:

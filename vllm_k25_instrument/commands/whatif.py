@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vllm_k25_instrument.commands.documents import STDOUT, fail, show
+from vllm_k25_instrument.commands.documents import MAX_DOCUMENT, fail, show_or_write_json
 from vllm_k25_instrument.instances import find_rings
 from vllm_k25_instrument.limits.batches import Measured, read_measured
 from vllm_k25_instrument.limits.errors import LimitsError
@@ -31,9 +31,6 @@ from vllm_k25_instrument.settings import SettingsError, load_settings
 from vllm_k25_instrument.whatif import Change, Evidence, Prediction, Speculation, WhatIf, WhatIfError, what_if
 
 COMMAND: Final = "whatif"
-
-MAX_DOCUMENT: Final = 256 * 1024 * 1024
-"""Bytes of a breakdown's JSON: ten thousand steps of eight ranks have a tenth of it."""
 
 
 class Exit(IntEnum):
@@ -208,22 +205,13 @@ def _only(errors: Console, side: Side, batches: list[str]) -> Side:
 
 
 def _write(errors: Console, made: WhatIf, json_file: Path | None) -> None:
-    text = json.dumps(made.to_json_dict(), indent=2) + "\n"
     for key, reason in made.refused:
         errors.print(
             f"refused: {key.phase} batch {key.batch} ({key.graph_mode}): {reason}", style="yellow", markup=False
         )
     if not made.predictions:
         fail(errors, COMMAND, Exit.NOTHING_PREDICTED, f"{made.name}: nothing could be predicted, see the reasons above")
-    if json_file == STDOUT:
-        typer.echo(text, nl=False)
-    else:
-        if json_file is not None:
-            try:
-                json_file.write_text(text, encoding="utf-8")
-            except OSError as error:
-                fail(errors, COMMAND, Exit.USAGE, f"{json_file}: cannot be written: {error.strerror}")
-        show(_renderable(made))
+    show_or_write_json(errors, COMMAND, Exit.USAGE, _renderable(made), made.to_json_dict(), json_file)
     if made.refused or not made.complete:
         raise typer.Exit(Exit.INCOMPLETE)
 

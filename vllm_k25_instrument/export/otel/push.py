@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -47,9 +47,10 @@ _ABORT_S: Final = 0.5
 class _Pump(ABC):
     """Does its turn again and again in a thread of its own."""
 
-    def __init__(self, rings: FollowedRings, delivery: Delivery, period_s: float) -> None:
+    def __init__(self, rings: FollowedRings, delivery: Delivery, complaints: Complaints, period_s: float) -> None:
         self.rings = rings
         self.delivery = delivery
+        self._complaints = complaints
         self._period_s = period_s
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._run, name=f"k25-otlp-{delivery.signal}", daemon=True)
@@ -67,6 +68,19 @@ class _Pump(ABC):
             self.turn()
         if not self.delivery.failing:  # a collector that is away would only hold up the end
             self.turn()
+
+    def _deliver(self, count: int, export: Callable[[], bool]) -> bool:
+        """Export `count` points or spans, and account for them. Raises nothing."""
+        try:
+            taken = export()
+            why = self._complaints.take()
+        except Exception as error:
+            taken, why = False, f"{type(error).__name__}: {error}"
+        if taken:
+            self.delivery.succeed(count)
+        else:
+            self.delivery.fail(count, why)
+        return taken
 
     @abstractmethod
     def _push(self) -> None: ...
@@ -88,27 +102,17 @@ class MetricPump(_Pump):
         schedule: Schedule,
         complaints: Complaints,
     ) -> None:
-        super().__init__(rings, delivery, schedule.metrics_s)
+        super().__init__(rings, delivery, complaints, schedule.metrics_s)
         self._exporter = exporter
         self._source = source
-        self._complaints = complaints
 
     def shut_down(self) -> None:
         self._exporter.shutdown()
 
     def _push(self) -> None:
         data = self._source.collect(time.time_ns())
-        if data is None:
-            return
-        try:
-            taken = self._exporter.export(data) is MetricExportResult.SUCCESS
-            why = self._complaints.take()
-        except Exception as error:
-            taken, why = False, f"{type(error).__name__}: {error}"
-        if taken:
-            self.delivery.succeed(count_points(data))
-        else:
-            self.delivery.fail(count_points(data), why)
+        if data is not None:
+            self._deliver(count_points(data), lambda: self._exporter.export(data) is MetricExportResult.SUCCESS)
 
 
 class SpanPump(_Pump):
@@ -125,11 +129,10 @@ class SpanPump(_Pump):
         *,
         ranges: bool,
     ) -> None:
-        super().__init__(rings, delivery, schedule.spans_s)
+        super().__init__(rings, delivery, complaints, schedule.spans_s)
         self._exporter = exporter
         self._resources = resources
         self._batch = schedule.batch_spans
-        self._complaints = complaints
         self._ranges = ranges
 
     def shut_down(self) -> None:
@@ -171,16 +174,7 @@ class SpanPump(_Pump):
             self.delivery.drop(reason, count)
 
     def _send(self, spans: list[ReadableSpan]) -> bool:
-        try:
-            taken = self._exporter.export(spans) is SpanExportResult.SUCCESS
-            why = self._complaints.take()
-        except Exception as error:
-            taken, why = False, f"{type(error).__name__}: {error}"
-        if taken:
-            self.delivery.succeed(len(spans))
-        else:
-            self.delivery.fail(len(spans), why)
-        return taken
+        return self._deliver(len(spans), lambda: self._exporter.export(spans) is SpanExportResult.SUCCESS)
 
 
 class Pusher:
