@@ -1,6 +1,7 @@
 """`vllm-k25 analyze`: what it takes, what it writes, how it exits."""
 
 import json
+import threading
 import re
 import socket
 import sys
@@ -82,6 +83,25 @@ def test_one_file_and_many_processes_give_the_same_figures(two):
     read = []
     assert run_on_cores(jobs, read.append) == run_here(jobs, lambda count: None)
     assert sum(read) == sum(each.path.stat().st_size for each in inputs)
+
+
+def test_where_a_thread_runs_the_workers_are_not_forked_from_this_process(two, monkeypatch):
+    methods = []
+    monkeypatch.setattr(
+        workers,
+        "ProcessPoolExecutor",
+        lambda n, mp_context, **_: methods.append(mp_context.get_start_method()) or 1 / 0,
+    )
+    jobs = [Job(Input(path, Source.TORCH_TRACE)) for path in sorted(two.iterdir())]
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    for begin, end in ((lambda: None, lambda: None), (thread.start, done.set)):
+        begin()
+        with pytest.raises(ZeroDivisionError):
+            run_on_cores(jobs, lambda count: None)
+        end()
+    thread.join()
+    assert methods == ["fork", "forkserver"]
 
 
 def test_a_process_that_dies_costs_its_file_and_not_the_others(two, monkeypatch):

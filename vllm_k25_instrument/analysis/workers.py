@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -109,14 +111,15 @@ def run_on_cores(jobs: Sequence[Job], advance: Advance) -> list[Done]:
     workers = min(len(jobs), len(os.sched_getaffinity(0)))
     if workers < 2:
         return run_here(jobs, advance)
-    # Not "fork": a progress bar has a thread by now. The server forks workers that have everything imported.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", _OURS])
+    context = _context()
     read_bytes = context.RawArray("q", len(jobs))
     order = sorted(range(len(jobs)), key=lambda n: -_size(jobs[n].input.path))
     done: dict[int, Done] = {}
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_share, initargs=(read_bytes,)) as pool:
-        waiting: dict[Future[Done], int] = {pool.submit(_run_shared, n, jobs[n]): n for n in order}
+        with warnings.catch_warnings():
+            # Python warns of the threads of numpy's BLAS, which it cannot tell from others: they survive a fork.
+            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+            waiting: dict[Future[Done], int] = {pool.submit(_run_shared, n, jobs[n]): n for n in order}
         shown = 0
         while waiting:
             finished, _ = wait(waiting, POLL_S, FIRST_COMPLETED)
@@ -127,6 +130,18 @@ def run_on_cores(jobs: Sequence[Job], advance: Advance) -> list[Done]:
             advance(total - shown)
             shown = total
     return [done[n] for n in range(len(jobs))]
+
+
+def _context() -> Any:
+    """How the workers begin: as copies of this process, which costs nothing, where no thread could hold a lock.
+
+    Else a server forks them, which has first to import everything, as long as it takes to read 80 MB of JSON.
+    """
+    if threading.active_count() == 1:
+        return multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", _OURS])
+    return context
 
 
 def _answer(future: Future[Done], job: Job) -> Done:

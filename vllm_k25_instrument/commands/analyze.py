@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Final
 
 import typer
@@ -19,6 +20,7 @@ from vllm_k25_instrument.report.rings import Report
 from vllm_k25_instrument.report.table import ReportTable, caveat_lines
 
 COMMAND: Final = "analyze"
+REFRESH_S: Final = 0.1
 
 _STEPS: Final = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
@@ -156,7 +158,7 @@ def _only(errors: Console, report: Report, phases: Sequence[Phase]) -> Report:
 
 @contextmanager
 def _progress(console: Console, size: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes read, on a terminal only."""
+    """A bar of bytes read, on a terminal only. Without a thread of its own, so that the workers can be forked."""
     bar = Progress(
         TextColumn("reading"),
         BarColumn(),
@@ -165,7 +167,18 @@ def _progress(console: Console, size: int) -> Iterator[Callable[[int], None]]:
         console=console,
         transient=True,
         disable=not console.is_terminal,
+        auto_refresh=False,
     )
     with bar:
         task = bar.add_task("bytes", total=size)
-        yield lambda count: bar.advance(task, count)
+        shown = 0.0
+
+        def advance(count: int) -> None:
+            nonlocal shown
+            bar.advance(task, count)
+            now = monotonic()
+            if now - shown >= REFRESH_S:
+                shown = now
+                bar.refresh()
+
+        yield advance

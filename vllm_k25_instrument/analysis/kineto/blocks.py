@@ -21,14 +21,14 @@ GZIP_MAGIC: Final = b"\x1f\x8b"
 
 _READ_BYTES: Final = 1 << 16
 # What a block is. Small enough to come from the heap again and again; larger ones are mapped, and page-faulted, anew.
-_STEP_BYTES: Final = 1 << 16
+_STEP_BYTES: Final = 1 << 18
 _CAREFUL_BYTES: Final = 1 << 9  # the same, near damage
 _BOMB_FLOOR: Final = 64 << 20
 _BOMB_RATIO: Final = 400  # rows differ in their times and ids: real traces stay below 60
 
 
 class Blocks:
-    """The inflated content of a file, plain or gzip (any number of members), in blocks of 64 KiB.
+    """The inflated content of a file, plain or gzip (any number of members), in blocks of 256 KiB.
 
     `damage` says, once the blocks are exhausted, why the content is not all there ("" where it is). `progress` is
     called with the number of bytes of the file read since the last call.
