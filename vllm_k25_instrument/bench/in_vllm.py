@@ -1,0 +1,142 @@
+"""vLLM in this process: imported without its chatter, and what it is that runs here."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import platform
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+from vllm_k25_instrument.bench.document import BenchMachine, Remark
+from vllm_k25_instrument.bench.errors import BenchError
+from vllm_k25_instrument.demo.build import Build, vllm_build, vllm_version
+from vllm_k25_instrument.demo.server import CPU_SETUP_PATH, VllmMissingError, require_vllm
+from vllm_k25_instrument.limits.errors import LimitsError
+from vllm_k25_instrument.limits.gpus import AUTO, Gpu, find_gpu
+
+CPU: Final = "cpu"
+
+_QUIET: Final = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+
+
+def prepare_vllm() -> Build:
+    """To be called before vLLM is imported: its log goes to standard error, errors only unless the environment says so.
+
+    Raises BenchError where there is no vLLM, or no GPU for a build that needs one.
+    """
+    try:
+        require_vllm()
+    except VllmMissingError as error:
+        raise BenchError(str(error)) from None
+    build = vllm_build()
+    if build is Build.OTHER:
+        raise BenchError("this runs on vLLM's builds for CPUs and for CUDA, and the one installed is neither")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    # Older releases configure their logger at import from these, newer ones only in `vllm serve`.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    if build is Build.CUDA:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BenchError(
+                "vLLM's CUDA build is installed and PyTorch sees no GPU: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+            )
+    return build
+
+
+def set_threads(threads: int | None, ranks: int = 1) -> int:
+    """How many threads a process computes with: as asked, or the cores that it may use divided by the ranks."""
+    import torch
+
+    found = threads or max(len(os.sched_getaffinity(0)) // ranks, 1)
+    torch.set_num_threads(found)
+    return found
+
+
+def busy_remark() -> Remark | None:
+    """A warning where more is running here than there are cores: then every figure is too high and scattered."""
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+    if load <= cores:
+        return None
+    return Remark("machine_busy", f"the machine was busy (load {load:.1f} on {cores} cores): figures are too high")
+
+
+def describe_machine(
+    build: Build, *, ranks: int = 1, threads: int | None = None, link: str | None = None
+) -> BenchMachine:
+    """What it runs on. Imports torch; with a CUDA build it opens the device, but for `ranks` > 1."""
+    import torch
+
+    gpu: Gpu | None = None
+    if build is Build.CPU:
+        name = cpu_name()
+    else:
+        name = str(torch.cuda.get_device_name(0))
+        try:
+            gpu = find_gpu(name)
+        except LimitsError:
+            gpu = None
+    return BenchMachine(
+        device=CPU if build is Build.CPU else "cuda",
+        device_name=name,
+        vllm=vllm_version(),
+        torch=str(torch.__version__),
+        threads=torch.get_num_threads() if threads is None else threads,
+        ranks=ranks,
+        gpu=None if gpu is None else gpu.key,
+        link=link,
+    )
+
+
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """What the processor calls itself."""
+    try:
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def floor_gpu(name: str | None, machine: BenchMachine) -> Gpu | None:
+    """The GPU whose data sheet the floors come from; None where none is known.
+
+    `name` is an option's (``auto``: this machine's). Raises LimitsError for a name that is not in the table.
+    """
+    if name is not None and name.lower() != AUTO:
+        return find_gpu(name)
+    return find_gpu(machine.gpu) if machine.gpu else None
+
+
+def allow_int4_experts() -> bool:
+    """Let vLLM's CPU build use its INT4 experts for groups of 32 and on any processor, as the demo does.
+
+    In this process only. False where the build has no such kernel for this processor.
+    """
+    import torch
+    import vllm._custom_ops  # noqa: F401 - registers the operators
+
+    if not hasattr(torch.ops._C, "fused_experts_cpu"):
+        return False
+    _cpu_setup().register()
+    return True
+
+
+def _cpu_setup() -> ModuleType:
+    name = "k25_demo_cpu_setup"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, CPU_SETUP_PATH / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise BenchError(f"{CPU_SETUP_PATH}: {name}.py is missing: install the package again")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,242 @@
+"""`vllm-k25 bench`: micro-benchmarks at the model's exact sizes, through vLLM's own kernels and communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from vllm_k25_instrument.bench.document import BenchDocument, Remark
+from vllm_k25_instrument.bench.errors import BenchError
+from vllm_k25_instrument.bench.intervals import FEWEST
+from vllm_k25_instrument.bench.routing import EXTREMES, Routing, read_counts
+from vllm_k25_instrument.bench.table import BenchTable
+from vllm_k25_instrument.commands.documents import fail, show_or_write_json
+from vllm_k25_instrument.limits.errors import LimitsError
+from vllm_k25_instrument.limits.gpus import AUTO
+from vllm_k25_instrument.limits.kimi_k25 import kimi_k25_config
+from vllm_k25_instrument.limits.model_shape import ModelShape, model_shape, read_model_shape
+
+KIMI: Final = "Kimi-K2.5"
+WORST: Final = "worst"
+MAX_TOKENS: Final = 65_536
+
+
+bench = typer.Typer(
+    name="bench",
+    help="Micro-benchmarks at the model's exact sizes, through vLLM's own kernels and communicators.",
+    no_args_is_help=True,
+)
+
+
+class Exit(IntEnum):
+    """Exit codes of `bench`."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    INCOMPLETE = 3
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="PATH", help=f"The model's config.json, or its folder. Default: {KIMI}.", show_default=False
+    ),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for standard output.")
+]
+Repeats = Annotated[int, typer.Option("--repeats", min=FEWEST, max=100_000, help="Repeats of each row, at most.")]
+Seconds = Annotated[
+    float,
+    typer.Option(
+        "--seconds", min=0.01, max=3600, help=f"Seconds after which a row is over, if it has {FEWEST} repeats by then."
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", min=1, max=1024, help="Threads of a process on a CPU. Default: its cores.", show_default=False
+    ),
+]
+GpuName = Annotated[
+    str,
+    typer.Option("--gpu", metavar="NAME", help="Whose data sheet the floors come from; auto: the GPU of this machine."),
+]
+
+
+@bench.command("moe")
+def moe(
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N,N", help="Tokens of a step (its batch).")] = "1,64,256",
+    routing: Annotated[
+        str,
+        typer.Option(
+            "--routing",
+            metavar="R,R",
+            help="uniform; same (all tokens to the same experts: fewest weights); spread (as many distinct experts as "
+            "there are: most weights); worst (both of these extremes); measured (needs --expert-counts).",
+        ),
+    ] = "uniform,worst",
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "-tp", min=1, max=1024, help="Ranks that the model is cut over.")
+    ] = 8,
+    config: Config = None,
+    expert_counts: Annotated[
+        Path | None,
+        typer.Option(
+            "--expert-counts",
+            metavar="FILE",
+            help="How often each expert was picked, for --routing measured: a JSON list with a number per expert, or "
+            'an object {"expert_counts": [...]}.',
+        ),
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option("--experts", min=1, help="Keep only so many of the experts, where memory is short.")
+    ] = None,
+    only: Annotated[
+        str, typer.Option("--only", metavar="experts|dense", help="Only the routed experts, or only the projections.")
+    ] = "",
+    flush: Annotated[
+        bool,
+        typer.Option(
+            "--flush/--no-flush",
+            help="Overwrite the caches before every repeat: in a step other layers' weights have done that.",
+        ),
+    ] = True,
+    repeats: Repeats = 50,
+    seconds: Seconds = 2.0,
+    threads: Threads = None,
+    gpu: GpuName = AUTO,
+    json_file: JsonFile = None,
+) -> None:
+    """Time the routed experts and the dense projections of one rank, as a decode step multiplies them.
+
+    Exit codes: 0 all measured; 1 it failed; 2 wrong usage, or it cannot run here; 3 some of it could not be measured.
+    """
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    command = "bench moe"
+    with failing(errors, command):
+        from vllm_k25_instrument.bench import in_vllm
+        from vllm_k25_instrument.bench import moe as room
+
+        shape, model = read_shape(config)
+        routings = parse_routings(routing)
+        if only not in ("", "experts", "dense"):
+            raise typer.BadParameter(f"--only {only}: experts or dense")
+        if (expert_counts is None) == (Routing.MEASURED in routings):
+            raise typer.BadParameter("--routing measured and --expert-counts need each other")
+        counts = () if expert_counts is None else read_counts(expert_counts)
+        build = in_vllm.prepare_vllm()
+        from vllm_k25_instrument.bench import timing
+
+        plan = room.MoePlan(
+            shape=shape,
+            model=model,
+            tp=tensor_parallel_size,
+            tokens=parse_numbers("--tokens", tokens),
+            routings=routings,
+            repeats=timing.Repeats(repeats, seconds),
+            flush=flush,
+            experts=experts,
+            counts=counts,
+            routed=only != "dense",
+            dense=only != "experts",
+        )
+        in_vllm.set_threads(threads)
+        machine = in_vllm.describe_machine(build)
+        busy = in_vllm.busy_remark()
+        sheet = in_vllm.floor_gpu(gpu, machine)
+        allowed = machine.device != in_vllm.CPU or in_vllm.allow_int4_experts()
+        with progress(errors) as say:
+            document = room.run_moe(plan, machine, timing.make_timer(), sheet, int4_allowed=allowed, say=say)
+    document = with_remark(document, busy)
+    finish(errors, command, document, json_file, room.INCOMPLETE)
+
+
+def with_remark(document: BenchDocument, remark: Remark | None) -> BenchDocument:
+    """The document with one more warning, if there is one."""
+    return document if remark is None else replace(document, warnings=(*document.warnings, remark))
+
+
+def finish(
+    errors: Console, command: str, document: BenchDocument, json_file: Path | None, incomplete: frozenset[str]
+) -> None:
+    """Show and write it. Exits with 1 where there is nothing, with 3 where a warning's code is one of `incomplete`."""
+    if not document.rows:
+        reasons = "; ".join(warning.message for warning in document.warnings)
+        fail(errors, command, Exit.FAILED, f"nothing could be measured: {reasons}")
+    show_or_write_json(errors, command, Exit.USAGE, BenchTable(document), document.to_json_dict(), json_file)
+    if any(warning.code in incomplete for warning in document.warnings):
+        raise typer.Exit(Exit.INCOMPLETE)
+
+
+@contextmanager
+def failing(errors: Console, command: str) -> Iterator[None]:
+    """What goes wrong inside becomes one line and an exit code."""
+    try:
+        yield
+    except (LimitsError, typer.BadParameter) as error:
+        fail(errors, command, Exit.USAGE, str(error))
+    except BenchError as error:
+        fail(errors, command, Exit.FAILED, str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        fail(errors, command, Exit.FAILED, f"out of memory ({error}): fewer --experts or --tokens need less")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """On a terminal a line that moves; elsewhere nothing."""
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task("starting", total=None)
+        yield lambda text: shown.update(task, description=text)
+
+
+def read_shape(config: Path | None) -> tuple[ModelShape, str]:
+    """The model's dimensions, and what to call it. Raises LimitsError."""
+    if config is None:
+        return model_shape(kimi_k25_config(), KIMI), KIMI
+    shape = read_model_shape(config)
+    return shape, shape.model_type or config.name
+
+
+def parse_numbers(option: str, text: str, *, most: int = MAX_TOKENS) -> tuple[int, ...]:
+    """``1,64,256``, each once and in order of size. Raises BadParameter."""
+    found = set()
+    for word in text.split(","):
+        number = int(word) if word.strip().isdecimal() and len(word) < 10 else 0
+        if not 1 <= number <= most:
+            raise typer.BadParameter(f"{option} {text}: {word.strip() or 'nothing'} is no number from 1 to {most:,}")
+        found.add(number)
+    return tuple(sorted(found))
+
+
+def parse_routings(text: str) -> tuple[Routing, ...]:
+    """``uniform,worst``; worst stands for both extremes. Raises BadParameter."""
+    found: dict[Routing, None] = {}
+    for word in (word.strip() for word in text.split(",")):
+        if word == WORST:
+            found |= dict.fromkeys(EXTREMES)
+        elif word in list(Routing):
+            found[Routing(word)] = None
+        else:
+            known = ", ".join((*Routing, WORST))
+            raise typer.BadParameter(f"--routing {text}: {word or 'nothing'} is none of {known}")
+    return tuple(found)
