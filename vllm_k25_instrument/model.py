@@ -41,11 +41,12 @@ class Category(StrEnum):
     MOE_ROUTING = "moe_routing"
     MOE_SHARED_EXPERTS = "moe_shared_experts"
     MLA_ATTENTION = "mla_attention"
+    ATTENTION = "attention"  # all other than MLA
     SAMPLING = "sampling"
+    SPECULATION = "speculation"  # drafting tokens: all that the draft model does, its all-reduces included
     INPUT_PREPARATION = "input_preparation"
     UNATTRIBUTED = "unattributed"
     # From kernel names only (trace analysis); hooks never produce these.
-    ATTENTION = "attention"
     DENSE_GEMM = "dense_gemm"
     KV_CACHE = "kv_cache"
     NORM = "norm"
@@ -66,6 +67,8 @@ HOOKED_CATEGORIES: Final = (
     Category.MLA_ATTENTION,
     Category.SAMPLING,
     Category.INPUT_PREPARATION,
+    Category.SPECULATION,
+    Category.ATTENTION,
 )
 """The categories a hook can produce. The order is the code in a ring file: append, never reorder."""
 
@@ -236,6 +239,8 @@ class RankIdentity:
     """Whose clock the durations are from: ``host``, or ``cuda``."""
     hooks: dict[str, str] = field(default_factory=dict)
     """Hook name -> state, a value of :class:`vllm_k25_instrument.hooks.point.HookState`."""
+    layers: dict[str, int] = field(default_factory=dict)
+    """Kind of layer -> how many this rank's model has (see `hooks.layers`), from the first step on; {}: not known."""
 
 
 # --- arithmetic ----------------------------------------------------------------------------------------
@@ -313,9 +318,21 @@ RANGE_COLUMNS: Final = len(_COLUMNS)
 MAX_RANGES: Final = 0x7FFF
 
 
+_TIMES: Final = 2
+"""The first columns, which differ from step to step; the others are mostly those of the step before."""
+
+
 @lru_cache(maxsize=1024)
-def _ranges_struct(count: int) -> struct.Struct:
-    return struct.Struct("<" + "".join(f"{count}{column}" for column in _COLUMNS))
+def _ranges_struct(count: int, first: int = 0, end: int = RANGE_COLUMNS) -> struct.Struct:
+    return struct.Struct("<" + "".join(f"{count}{column}" for column in _COLUMNS[first:end]))
+
+
+def pack_unchanging(columns: Sequence[Sequence[int]]) -> bytes:
+    """The bytes of all columns of ranges but their starts and durations, for samples that share them.
+
+    Raises ``struct.error`` where a value does not fit its field or the columns differ in length.
+    """
+    return _ranges_struct(len(columns[0]), _TIMES).pack(*chain.from_iterable(columns))
 
 
 def pack_sample(
@@ -333,10 +350,12 @@ def pack_sample(
     overhead_ns: int = 0,
     complete: bool = True,
     range_columns: Sequence[Sequence[int]] = ((),) * RANGE_COLUMNS,
+    unchanging: bytes = b"",
 ) -> bytes:
     """The bytes of one sample, from plain integers (the writer's hot path builds no objects).
 
-    `range_columns`: ``RANGE_COLUMNS`` sequences, each with one integer per range. Raises ``struct.error`` where a value
+    `range_columns`: ``RANGE_COLUMNS`` sequences, each with one integer per range; only the first two, starts and
+    durations, where `unchanging` holds what `pack_unchanging` made of the others. Raises ``struct.error`` where a value
     does not fit its field or the columns differ in length.
     """
     count = len(range_columns[0])
@@ -355,7 +374,8 @@ def pack_sample(
         complete,
         count,
     )
-    return head + _ranges_struct(count).pack(*chain.from_iterable(range_columns))
+    ranges = _ranges_struct(count, 0, len(range_columns)).pack(*chain.from_iterable(range_columns))
+    return head + ranges + unchanging
 
 
 def unpack_sample(data: bytes | memoryview, details: Sequence[str]) -> StepSample:

@@ -69,11 +69,15 @@ class Bench:
     def samples(self) -> list[StepSample]:
         return list(RingReader(self.ring.path).samples())
 
+    def ring_written(self) -> int:
+        return RingReader(self.ring.path).written
+
     def only_sample(self) -> StepSample:
         (sample,) = self.samples()
         return sample
 
     def lost(self, reason: LostReason) -> int:
+        self.ring.publish()  # in the middle of a step, too
         return RingReader(self.ring.path).totals().lost(LOST_REASONS.index(reason))
 
 
@@ -105,6 +109,48 @@ def test_exclusive_times_and_unattributed_add_up_to_the_step(bench: Bench) -> No
     totals = category_exclusive_ns(sample)
     assert totals[Category.UNATTRIBUTED] == 5 + 11
     assert sum(totals.values()) == sample.duration_ns
+
+
+def test_where_the_worker_waits_between_steps_the_sample_is_made_then(bench: Bench) -> None:
+    wait = wrap(lambda: "message", HookPoint("idle", HookKind.IDLE, "m", "Queue.dequeue"), bench.recorder)
+    written = []
+    for _ in range(3):
+        bench.recorder.begin_step(decode())
+        assert wait() == "message"  # a message between the ranks of a step is no such moment
+        bench.call(POINTS[Category.MOE_EXPERTS], 100)
+        bench.recorder.end_step()
+        written.append(bench.ring_written())
+        wait()
+        written.append(bench.ring_written())
+    # Nobody knows at the end of the first step that there will be a wait.
+    assert written == [1, 1, 1, 2, 2, 3]
+
+
+def test_where_the_worker_stops_waiting_between_steps_samples_are_made_at_their_end(bench: Bench) -> None:
+    wait = wrap(lambda: None, HookPoint("idle", HookKind.IDLE, "m", "Queue.dequeue"), bench.recorder)
+    written = []
+    for step in range(4):
+        bench.recorder.begin_step(decode())
+        bench.recorder.end_step()
+        if step == 0:
+            wait()
+        written.append(bench.ring_written())
+    assert written == [1, 1, 3, 4]
+
+
+def test_another_thread_that_waits_makes_no_sample(bench: Bench) -> None:
+    wait = wrap(lambda: None, HookPoint("idle", HookKind.IDLE, "m", "Queue.dequeue"), bench.recorder)
+    bench.recorder.begin_step(decode())
+    bench.recorder.end_step()
+    wait()
+    bench.recorder.begin_step(decode())
+    bench.recorder.end_step()
+    other = threading.Thread(target=wait)
+    other.start()
+    other.join()
+    assert bench.ring_written() == 1
+    wait()
+    assert bench.ring_written() == 2
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -32,6 +32,10 @@ HOOK_NAMES: Final = (
     "graph_replay",
     "graph_memory",
     "graph_release",
+    "idle",
+    "attention",
+    "speculation",
+    "dp_sync",
 )
 
 HOOK_INDEX: Final = {name: index for index, name in enumerate(HOOK_NAMES)}

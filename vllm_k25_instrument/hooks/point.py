@@ -23,6 +23,7 @@ class HookKind(StrEnum):
     RANGE = "range"  # the call is a range
     PATH = "path"  # the call is the path that the open all-reduce takes
     LAYER = "layer"  # the call tells which layer we are in
+    IDLE = "idle"  # the worker has answered, and is about to wait for its next message
     GRAPHS = "graphs"  # the call captures, replays or drops CUDA graphs
     SHARED_EXPERTS = "shared_experts"  # the constructor of vLLM's wrapper around a model's shared experts
 
@@ -48,7 +49,8 @@ class HookPoint:
     `detail` makes the range's detail ("" = not known before a PATH hook says it), `nbytes` the size of the message,
     `layer` the layer's number (None = the range inherits the layer seen last in this step). `path` is what a PATH hook
     reports, from the same arguments. `graphs` makes a GRAPHS wrapper, from the function and the worker's `TimedGraphs`.
-    `none_is_refusal` says that a call returning None did not do the work.
+    `none_is_refusal` says that a call returning None did not do the work. `shared_experts` finds the module to time in
+    the arguments of the constructor that a SHARED_EXPERTS hook wraps (None = this one has none).
 
     Points are compared by identity: each is one row of the table.
     """
@@ -67,6 +69,7 @@ class HookPoint:
     path: Callable[[Args, Kwargs], AllReducePath] | None = None
     graphs: Callable[[Callable[..., Any], Any], Callable[..., Any]] | None = None
     none_is_refusal: bool = False
+    shared_experts: Callable[[Args, Kwargs], Any] | None = None
 
     code: int = field(init=False, default=-1)
     """The category's code (-1: no range)."""

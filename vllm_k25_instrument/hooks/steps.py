@@ -39,6 +39,7 @@ STEP_POINTS: Final = tuple(
 )
 
 FRAME_POINTS: Final = (
+    HookPoint("idle", HookKind.IDLE, "vllm.distributed.device_communicators.shm_broadcast", "MessageQueue.dequeue"),
     HookPoint(
         "graph_dispatch",
         HookKind.GRAPH_DISPATCH,

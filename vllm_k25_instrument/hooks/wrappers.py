@@ -19,7 +19,7 @@ import torch
 from vllm_k25_instrument.hooks.arguments import argument
 from vllm_k25_instrument.hooks.point import HookKind, HookPoint
 from vllm_k25_instrument.log import logger
-from vllm_k25_instrument.model import HOOKED_CATEGORIES, NO_LAYER, GraphMode
+from vllm_k25_instrument.model import CATEGORY_CODE, HOOKED_CATEGORIES, NO_LAYER, Category, GraphMode
 from vllm_k25_instrument.recorder.recorder import Recorder
 from vllm_k25_instrument.recorder.step import CODE, END, PUSHED, START
 
@@ -29,6 +29,7 @@ ADOPTED: Final = "_k25_shared_experts"
 """Set in the instance dictionary of a module that serves as shared experts."""
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_SPECULATION: Final = CATEGORY_CODE[Category.SPECULATION]
 
 
 OWN_COST_EVERY: Final = 7
@@ -55,14 +56,16 @@ def unbound(descriptor: Any) -> Function:
 def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function:
     """The call is a range.
 
-    A range directly inside one of the same category is that range's implementation and is not recorded. All in one
-    function, what never changes in its closure: this runs on every hooked call of a sampled step.
+    A range directly inside one of the same category is that range's implementation and is not recorded, and of what
+    the draft model does nothing is: it has layers of the same names. All in one function, what never changes in its
+    closure: this runs on every hooked call of a sampled step.
     """
     code, hook_index, category = point.code, point.index, HOOKED_CATEGORIES[point.code]
     detail_of, nbytes_of, layer_of, inherits_layer = point.detail, point.nbytes, point.layer, point.inherits_layer
     device, mark, markers = recorder.device, recorder.device.mark, recorder.markers
     host_time, silenced = recorder.marks_are_host_time, recorder.silenced
     cost_every = OWN_COST_EVERY if markers is None else 1
+    speculation = _SPECULATION
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _is_dynamo_compiling() or not recorder.recording:
@@ -74,7 +77,7 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
             step.complete = False
             return function(*args, **kwargs)
         parent = recorder.top
-        if parent is not None and parent[CODE] == code:
+        if parent is not None and (parent[CODE] == code or parent[CODE] == speculation):
             return function(*args, **kwargs)
         if not host_time and not device.may_mark():
             return function(*args, **kwargs)
@@ -158,14 +161,16 @@ def _adopted_range(function: Function, point: HookPoint, recorder: Recorder) -> 
     return wrapper
 
 
-def after_construction(constructor: Function, adopt: Callable[[Any], None]) -> Function:
-    """A constructor that hands its first argument, the wrapped module, to `adopt` when it is done."""
+def after_construction(constructor: Function, point: HookPoint, adopt: Callable[[Any], None]) -> Function:
+    """A constructor that hands the shared experts among its arguments to `adopt` when it is done."""
 
     @functools.wraps(constructor)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         constructor(*args, **kwargs)
         try:
-            adopt(argument(args, kwargs, 1, "layer"))
+            module = point.shared_experts(args, kwargs) if point.shared_experts is not None else None
+            if module is not None:
+                adopt(module)
         except Exception as error:
             logger.warning("K25: the shared experts of %s are not timed: %s", type(args[0]).__name__, error)
 
@@ -233,6 +238,15 @@ def _step_sampling(function: Function, point: HookPoint, recorder: Recorder) -> 
     return wrapper
 
 
+def _idle(function: Function, point: HookPoint, recorder: Recorder) -> Function:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if recorder.step is None:
+            recorder.idle()
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
 _GRAPH_MODES = {"NONE": GraphMode.NONE, "PIECEWISE": GraphMode.PIECEWISE, "FULL": GraphMode.FULL}
 
 
@@ -278,5 +292,6 @@ _WRAPPERS: dict[HookKind, Callable[[Function, HookPoint, Recorder], Function]] =
     HookKind.STEP: _step,
     HookKind.STEP_SAMPLING: _step_sampling,
     HookKind.GRAPH_DISPATCH: _graph_dispatch,
+    HookKind.IDLE: _idle,
     HookKind.GRAPHS: _graphs,
 }

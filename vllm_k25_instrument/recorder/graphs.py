@@ -210,9 +210,14 @@ class TimedGraphs:
 
     @property
     def replays_twins(self) -> bool:
-        """Whether the step that is open replays twins."""
+        """Whether the step that is open replays twins: those of the model, a drafter's graphs are vLLM's own always."""
         step = self._recorder.step
-        return step is not None and step.graphs is not None and not step.graphs.overwrites
+        return (
+            step is not None
+            and step.graphs is not None
+            and not step.graphs.overwrites
+            and not self._recorder.speculating
+        )
 
     @contextmanager
     def replaying(self, owner: Any, attribute: str) -> Iterator[None]:
@@ -235,7 +240,7 @@ class TimedGraphs:
     def replayed(self, graph: Any) -> None:
         """An instrumented graph has been put on the stream."""
         timed, step = graph.timed_set, self._recorder.step
-        if timed is None:
+        if timed is None or self._recorder.speculating:
             return
         if step is not None and step.graphs is timed and self._recorder.recording:
             self._recorder.replayed(graph.ranges)

@@ -26,7 +26,7 @@ from vllm_k25_instrument.model import (
 )
 from vllm_k25_instrument.recorder.device import Device, HostClock
 from vllm_k25_instrument.recorder.phase import PhaseClassifier
-from vllm_k25_instrument.recorder.samples import PHASE_CODE, write_sample
+from vllm_k25_instrument.recorder.samples import PHASE_CODE, SampleWriter
 from vllm_k25_instrument.recorder.step import (
     BORROWED,
     CODE,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _LOST_CODE: Final = {reason: code for code, reason in enumerate(LOST_REASONS)}
 _ALL_REDUCE: Final = CATEGORY_CODE[Category.ALL_REDUCE]
+_SPECULATION: Final = CATEGORY_CODE[Category.SPECULATION]
 
 ErrorHandler = Callable[[HookPoint | None, Exception], None]
 
@@ -64,12 +65,14 @@ class Recorder:
     __slots__ = (
         "_classifier",
         "_graph_hint",
+        "_idles",
         "_last_end",
         "_next_step",
         "_on_first_step",
         "_pending",
         "_ring",
         "_sample_every",
+        "_samples",
         "annotations",
         "device",
         "executing",
@@ -82,6 +85,7 @@ class Recorder:
         "silenced",
         "step",
         "thread",
+        "thread_of_steps",
         "top",
     )
 
@@ -103,6 +107,7 @@ class Recorder:
         self.recording = False
         self.executing = False  # a model runner's execute_model is on the stack
         self._ring = ring
+        self._samples = SampleWriter(ring)
         self.device = device
         # Where marks are the host's clock, they save the wrappers reading it once more.
         self.marks_are_host_time = isinstance(device, HostClock)
@@ -122,12 +127,19 @@ class Recorder:
         self.top: OpenRange | None = None
         self.layer = NO_LAYER
         self.thread = 0
+        self.thread_of_steps = 0
+        self._idles = False
 
     # --- steps -----------------------------------------------------------------------------------------------
 
     @property
     def in_step(self) -> bool:
         return self.step is not None
+
+    @property
+    def speculating(self) -> bool:
+        """Whether the open sampled step is drafting tokens."""
+        return self.top is not None and self.top[CODE] == _SPECULATION
 
     @property
     def ring(self) -> RingWriter:
@@ -155,6 +167,7 @@ class Recorder:
                 number % self._sample_every == 0,
             )
             self.step = step
+            self.thread_of_steps = get_ident()
             self.drain()
             self.device.begin()
             if self.markers is not None:
@@ -224,12 +237,32 @@ class Recorder:
             if step.pushed:
                 self.pop_marker()
             self._pending.append(step)
-            self.drain()
+            if self._idles:
+                self._idles = False
+            else:
+                self.drain()
             self._ring.totals.add_overhead(perf_counter_ns() - entered)
         except Exception as error:
             self.step = None
             self.recording = False
             self._lose(LostReason.ERROR, error)
+
+    def idle(self) -> None:
+        """Between two steps: the worker has answered, and is about to wait for what comes next.
+
+        The best moment to make a sample. Not all executors have it; a step that had one before it leaves its sample to
+        the one after it, and any other step makes its sample at its end.
+        """
+        if get_ident() != self.thread_of_steps:
+            return
+        self._idles = True
+        if self._pending:
+            entered = perf_counter_ns()
+            try:
+                self.drain()
+                self._ring.totals.add_overhead(perf_counter_ns() - entered)
+            except Exception as error:
+                self._lose(LostReason.ERROR, error)
 
     def abort_step(self) -> None:
         """The open step raised, or will never be finished: it is not a step that can be compared with others."""
@@ -248,12 +281,24 @@ class Recorder:
             self._pending.append(step)
         except Exception as error:
             self.on_error(None, error)
+        self._publish()  # there may be no step after one that raised
 
     def drain(self) -> None:
         """Make samples of the steps whose last mark the device has passed."""
         pending = self._pending
-        while pending and self.device.completed(pending[0].end):
-            self._finish(pending.popleft())
+        if not pending or not self.device.completed(pending[0].end):
+            return
+        try:
+            while pending and self.device.completed(pending[0].end):
+                self._finish(pending.popleft())
+        finally:
+            self._publish()
+
+    def _publish(self) -> None:
+        try:
+            self._ring.publish()
+        except Exception as error:
+            self.on_error(None, error)
 
     def silence(self, point: HookPoint) -> None:
         """Make nothing of `point`'s calls from now on."""
@@ -399,7 +444,7 @@ class Recorder:
             self._lose(LostReason.OVERWRITTEN)
             return
         gap = 0 if self._last_end is None else self.device.offsets_ns(self._last_end, (step.start,))[0]
-        if not write_sample(step, duration, gap, self.device, self._ring):
+        if not self._samples.write(step, duration, gap, self.device):
             self._lose(LostReason.TOO_LARGE)
 
     def _lose(self, reason: LostReason, error: Exception | None = None) -> None:

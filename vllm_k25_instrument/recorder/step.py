@@ -18,6 +18,7 @@ DETAIL: Final = 4
 NBYTES: Final = 5
 LAYER: Final = 6
 STREAM: Final = 7
+STATIC: Final = 8  # what comes before is known when the call begins, and mostly the same in the next step
 PUSHED: Final = 8  # whether an NVTX range is open for it
 START: Final = 9  # the device's marks
 END: Final = 10
