@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_k25_instrument.commands.documents import Documents, fail, show
+from vllm_k25_instrument.commands.terminal import messages
 from vllm_k25_instrument.model import Phase
 from vllm_k25_instrument.report.rings import Report
 from vllm_k25_instrument.report.table import ReportTable, caveat_lines
@@ -82,7 +83,7 @@ def analyze(
     Exit codes: 0 complete; 2 wrong usage, or nothing that can be read; 3 incomplete, or figures that the capture
     cannot support are left out (what can be said is printed, and marked).
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     try:
         documents = Documents(html=html, json_file=json_file, markdown=markdown)
     except ValueError as error:

@@ -7,16 +7,20 @@ import sys
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from vllm_k25_instrument.commands.documents import fail
+from vllm_k25_instrument.commands.terminal import Terminal, messages
 from vllm_k25_instrument.palette import CATEGORY_COLORS
 
 if TYPE_CHECKING:
     from vllm_k25_instrument.analysis.classify import Explanation
+
+COMMAND: Final = "classify"
 
 STDIN: Final = "-"
 
@@ -59,22 +63,22 @@ def classify(
     from vllm_k25_instrument.analysis.classify import Classifier
     from vllm_k25_instrument.analysis.rules import RulesError
 
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     try:
         classifier = Classifier.load(rules)
     except RulesError as error:
-        _fail(errors, str(error))
+        fail(errors, COMMAND, Exit.USAGE, str(error))
     if not names and file is None:
-        _fail(errors, "name a kernel, or give --file FILE (- for standard input)")
-    out = Console(soft_wrap=True, highlight=False)
+        fail(errors, COMMAND, Exit.USAGE, "name a kernel, or give --file FILE (- for standard input)")
+    out = Terminal()
     unknown = 0
     for name in _names(errors, names or [], file):
         explanation = classifier.explain(name, context or ())
         unknown += not explanation.rule_hit
         if as_json:
-            typer.echo(json.dumps(_to_json(explanation), ensure_ascii=False))
+            typer.echo(json.dumps(_to_json(explanation)))
         else:
-            out.print(_to_text(explanation))
+            out.print(_to_text(explanation), soft_wrap=True)
     if unknown:
         raise typer.Exit(Exit.UNKNOWN_NAMES)
 
@@ -94,7 +98,7 @@ def _lines(errors: Console, file: Path | None) -> Iterator[str]:
     try:
         data = sys.stdin.buffer.read() if file is None else file.read_bytes()
     except OSError as error:
-        _fail(errors, f"{file}: cannot be read: {error.strerror}")
+        fail(errors, COMMAND, Exit.USAGE, f"{file}: cannot be read: {error.strerror}")
     for line in data.decode("utf-8", errors="replace").splitlines():
         if line.strip():
             yield line.strip()
@@ -121,8 +125,3 @@ def _to_text(explanation: Explanation) -> Text:
     text.append(f"\n{'':<18} rule {rule}{': ' if why else ''}{why}", style="default")
     text.append(f"\n{'':<18} {explanation.comment}", style="dim")
     return text
-
-
-def _fail(console: Console, message: str) -> NoReturn:
-    console.print(f"vllm-k25 classify: {message}", style="bold red", markup=False)
-    raise typer.Exit(Exit.USAGE)

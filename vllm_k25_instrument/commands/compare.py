@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -10,9 +9,10 @@ import typer
 from rich.console import Console
 
 from vllm_k25_instrument.commands.analyze import Exit, read_traces
-from vllm_k25_instrument.commands.documents import MAX_DOCUMENT, fail, show_or_write_json
+from vllm_k25_instrument.commands.documents import fail, read_side, show_or_write_json
+from vllm_k25_instrument.commands.terminal import messages
 from vllm_k25_instrument.instances import find_rings
-from vllm_k25_instrument.report.compare import Comparison, DocumentError, Side, compare_sides
+from vllm_k25_instrument.report.compare import Comparison, Side, compare_sides
 from vllm_k25_instrument.report.compare_table import ComparisonTable
 from vllm_k25_instrument.report.figures import microseconds
 from vllm_k25_instrument.report.rings import Report, read_rings
@@ -20,8 +20,6 @@ from vllm_k25_instrument.report.table import caveat_lines
 from vllm_k25_instrument.ring import open_rings
 
 COMMAND: Final = "compare"
-
-HEAD: Final = 4096
 
 
 def compare(
@@ -52,7 +50,7 @@ def compare(
     Exit codes: 0 compared; 1 a check failed (--threshold, --agree); 2 wrong usage, or something that cannot be read;
     3 a side is incomplete, or the two have nothing in common.
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     compared = compare_sides(_side(errors, a, rules), _side(errors, b, rules))
     show_or_write_json(errors, COMMAND, Exit.USAGE, ComparisonTable(compared), compared.to_json_dict(), json_file)
     if not compared.comparable:
@@ -92,37 +90,15 @@ def _checks_fail(errors: Console, compared: Comparison, threshold: float | None,
 
 def _side(errors: Console, path: Path, rules: Path | None) -> Side:
     """What is at `path`: a document, rings, or traces. Exits with 2 where it is none of them."""
-    document = _document(errors, path)
-    if document is not None:
-        try:
-            return Side.of(str(path), document)
-        except DocumentError as error:
-            fail(errors, COMMAND, Exit.USAGE, f"{path}: {error}: write it again with `vllm-k25 analyze --json`")
+    side = read_side(errors, COMMAND, Exit.USAGE, path, among_traces=True)
+    if side is not None:
+        return side
     made = _rings(path) or read_traces(errors, COMMAND, [path], rules=rules)
     for line in caveat_lines(made.caveats):
         errors.print(line)
     if not made.breakdown.groups and made.breakdown.gpu is None:
         fail(errors, COMMAND, Exit.USAGE, f"{path}: the rings hold no sample")
     return Side.of(str(path), made.breakdown.to_json_dict())
-
-
-def _document(errors: Console, path: Path) -> object | None:
-    """The breakdown's JSON at `path`; None where it is something else."""
-    try:
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            head = file.read(HEAD)
-        if not head.lstrip().startswith(b"{") or b'"vllm_k25.' not in head:
-            return None
-        if path.stat().st_size > MAX_DOCUMENT:
-            fail(errors, COMMAND, Exit.USAGE, f"{path}: more than {MAX_DOCUMENT >> 20} MiB of JSON: no breakdown")
-        parsed: object = json.loads(path.read_bytes())
-    except OSError as error:
-        fail(errors, COMMAND, Exit.USAGE, f"{path}: cannot be read: {error.strerror}")
-    except (ValueError, RecursionError) as error:
-        fail(errors, COMMAND, Exit.USAGE, f"{path}: not valid JSON ({error}): write it again with `vllm-k25 analyze`")
-    return parsed
 
 
 def _rings(path: Path) -> Report | None:

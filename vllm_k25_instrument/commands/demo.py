@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from vllm_k25_instrument.commands.documents import fail
+from vllm_k25_instrument.commands.terminal import STDOUT, Terminal, messages
 from vllm_k25_instrument.demo.build import BuildError, plan_demo
 from vllm_k25_instrument.demo.graph_modes import graph_mode_lines
 from vllm_k25_instrument.demo.load import LoadResult
@@ -32,9 +34,7 @@ from vllm_k25_instrument.report.rings import Report
 from vllm_k25_instrument.report.table import ReportTable, caveat_lines
 from vllm_k25_instrument.ring import RingError
 
-STDOUT: Final = Path("-")
-PIPE_WIDTH: Final = 200
-"""Columns of a table that goes to a file or a pipe, which has no width of its own."""
+COMMAND: Final = "demo"
 
 
 class Exit(IntEnum):
@@ -98,7 +98,7 @@ def demo(
 
     Exit codes: 0 every request was answered and every rank was measured; 1 something failed; 2 it cannot run here.
     """
-    screen = Screen(Console(highlight=False, stderr=json_file == STDOUT))
+    screen = Screen(Terminal(stderr=json_file == STDOUT))
     try:
         require_vllm()
         plan = plan_demo()
@@ -136,9 +136,7 @@ class Screen:
     """What the demo shows while it runs, on a terminal or in a log."""
 
     def __init__(self, console: Console) -> None:
-        self._console = (
-            console if console.is_terminal else Console(file=console.file, width=PIPE_WIDTH, highlight=False)
-        )
+        self._console = console
         self._progress: Progress | None = None
         self._stage = ""
 
@@ -148,7 +146,7 @@ class Screen:
         if not self._console.is_terminal:
             yield
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         with Progress(*columns, console=self._console, transient=True) as self._progress:
             self._progress.add_task("starting", total=None)
             yield
@@ -192,10 +190,7 @@ class Screen:
 
     def fail(self, code: Exit, message: str) -> NoReturn:
         """The last line, on standard error, and the exit code."""
-        Console(stderr=True, highlight=False).print(
-            f"vllm-k25 demo: {message}", style="bold red", markup=False, soft_wrap=True
-        )
-        raise typer.Exit(code)
+        fail(messages(), COMMAND, code, message)
 
 
 def _serve(server: VllmServer, screen: Screen, timeout: float) -> tuple[tuple[LoadResult, ...], RingMarks]:

@@ -18,10 +18,10 @@ def doctor(
 
     Exit code 1 when something that was asked for cannot work, else 0.
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from vllm_k25_instrument.commands.terminal import Terminal
     from vllm_k25_instrument.doctor import Verdict, examine
 
     findings = examine()
@@ -37,6 +37,6 @@ def doctor(
             table.add_row(
                 finding.check, Text(finding.verdict, _STYLES[finding.verdict]), Text(f"{finding.message}{remedy}")
             )
-        Console(soft_wrap=False).print(table)
+        Terminal().print(table)
     if any(finding.verdict is Verdict.FAILURE for finding in findings):
         raise typer.Exit(1)

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Final, NoReturn
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vllm_k25_instrument.commands.documents import STDOUT, show
+from vllm_k25_instrument.commands.documents import Documents, fail, show
 from vllm_k25_instrument.commands.limits import limits_of_rings
+from vllm_k25_instrument.commands.terminal import messages
 from vllm_k25_instrument.instances import find_rings
 from vllm_k25_instrument.limits.errors import LimitsError
 from vllm_k25_instrument.limits.gpus import AUTO
-from vllm_k25_instrument.limits.report import Limits, LimitsTable, limits_markdown
+from vllm_k25_instrument.limits.report import LimitsTable, limits_markdown
 from vllm_k25_instrument.model import BATCH_LABELS, Phase
 from vllm_k25_instrument.report.caveats import Caveat
-from vllm_k25_instrument.report.html import to_html
-from vllm_k25_instrument.report.markdown import to_markdown
 from vllm_k25_instrument.report.rings import Report, read_rings
 from vllm_k25_instrument.report.table import ReportTable, caveat_lines
 from vllm_k25_instrument.ring import open_rings
 from vllm_k25_instrument.settings import SettingsError, load_settings
+
+COMMAND: Final = "report"
 
 PROGRESS_AFTER_S: Final = 1.0
 """A progress bar appears when reading takes longer than this."""
@@ -94,64 +94,45 @@ def report(
     Exit codes: 0 a complete breakdown was made; 3 one was made, but ranks are missing or something could not be
     read (see the warnings on standard error); 1 there is nothing to report; 2 wrong usage, or no rings at the path.
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     batches = [_batch(label) for label in batch or []]
-    if json_file == STDOUT and markdown == STDOUT:
-        _fail(errors, Exit.USAGE, "--json - and --markdown - both want standard output: give one of them a file")
+    try:
+        documents = Documents(html=html, json_file=json_file, markdown=markdown)
+    except ValueError as error:
+        fail(errors, COMMAND, Exit.USAGE, str(error))
     where = _find(errors, rings)
     made = _read(errors, where)
     for line in caveat_lines(made.caveats):
         errors.print(line)
     if not made.breakdown.groups:
-        _fail(errors, Exit.NOTHING_TO_REPORT, f"{where}: {_why_nothing(made.caveats)}")
+        fail(errors, COMMAND, Exit.NOTHING_TO_REPORT, f"{where}: {_why_nothing(made.caveats)}")
     shown = replace(made, breakdown=made.breakdown.only(phases=phase or (), batches=batches))
     if not shown.breakdown.groups:
         there = sorted({f"{g.key.phase} batch {g.key.batch}" for g in made.breakdown.groups})
-        _fail(
-            errors, Exit.NOTHING_TO_REPORT, f"{where}: no sampled step matches the filter; there are {', '.join(there)}"
+        fail(
+            errors,
+            COMMAND,
+            Exit.NOTHING_TO_REPORT,
+            f"{where}: no sampled step matches the filter; there are {', '.join(there)}",
         )
     try:
         limits = limits_of_rings(
             shown, where, gpu=gpu, config=config, context=context, link=link, kv_bits=kv_bits, hop_us=hop_us
         )
     except LimitsError as error:
-        _fail(errors, Exit.USAGE, str(error))
-    _write(errors, shown, limits, html=html, json_file=json_file, markdown=markdown, per_rank=per_rank)
-    if not made.breakdown.complete:
-        raise typer.Exit(Exit.INCOMPLETE)
-
-
-def _write(
-    errors: Console,
-    made: Report,
-    limits: Limits | None,
-    *,
-    html: Path | None,
-    json_file: Path | None,
-    markdown: Path | None,
-    per_rank: bool,
-) -> None:
+        fail(errors, COMMAND, Exit.USAGE, str(error))
     more = {} if limits is None else {"limits": limits.to_json_dict()}
     section = "" if limits is None else limits_markdown(limits)
-    documents: list[tuple[Path, Callable[[], str]]] = []
-    if html is not None:
-        documents.append((html, lambda: to_html(made, per_rank=per_rank)))
-    if markdown is not None:
-        documents.append((markdown, lambda: to_markdown(made, per_rank=per_rank) + section))
-    if json_file is not None:
-        documents.append((json_file, lambda: json.dumps(made.breakdown.to_json_dict() | more, indent=2) + "\n"))
-    for path, text in documents:
-        if path == STDOUT:
-            typer.echo(text(), nl=False)
-            continue
-        try:
-            path.write_text(text(), encoding="utf-8")
-        except OSError as error:
-            _fail(errors, Exit.USAGE, f"{path}: cannot be written: {error.strerror}")
-    if STDOUT not in (html, json_file, markdown):
-        show(ReportTable(made, per_rank=per_rank))
+    try:
+        documents.write(shown, per_rank=per_rank, section=section, more=more)
+    except OSError as error:
+        fail(errors, COMMAND, Exit.USAGE, f"{error.filename}: cannot be written: {error.strerror}")
+    if not documents.taken:
+        show(ReportTable(shown, per_rank=per_rank))
         if limits is not None:
             show(LimitsTable(limits))
+    if not made.breakdown.complete:
+        raise typer.Exit(Exit.INCOMPLETE)
 
 
 def _find(errors: Console, rings: Path | None) -> Path:
@@ -159,10 +140,10 @@ def _find(errors: Console, rings: Path | None) -> Path:
         path = load_settings().ring_dir if rings is None else rings
         return find_rings(path)
     except SettingsError as error:
-        _fail(errors, Exit.USAGE, str(error))
+        fail(errors, COMMAND, Exit.USAGE, str(error))
     except OSError as error:
         remedy = "start vLLM with K25_INSTRUMENT=1, or name a ring file, an instance's folder or a ring directory"
-        _fail(errors, Exit.USAGE, f"{error.filename or rings}: {error.strerror}: {remedy}")
+        fail(errors, COMMAND, Exit.USAGE, f"{error.filename or rings}: {error.strerror}: {remedy}")
 
 
 def _read(errors: Console, where: Path) -> Report:
@@ -217,8 +198,3 @@ def _why_nothing(caveats: tuple[Caveat, ...]) -> str:
     return "nothing to report" + (
         ", see the warnings above" if caveats else ": the rings hold no sample yet; send the server a request"
     )
-
-
-def _fail(console: Console, code: Exit, message: str) -> NoReturn:
-    console.print(f"vllm-k25 report: {message}", style="bold red", markup=False)
-    raise typer.Exit(code)

@@ -7,18 +7,19 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Final, NoReturn
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
+from vllm_k25_instrument.commands.documents import fail
+from vllm_k25_instrument.commands.terminal import FRAME_WIDTH, Terminal, messages
 from vllm_k25_instrument.report.follow import Follower, ServerState, Snapshot
 from vllm_k25_instrument.report.live import Frame
 from vllm_k25_instrument.settings import SettingsError, load_settings
 
-PIPE_WIDTH: Final = 120
-"""Columns of a frame that goes to a file or a pipe, which has no width of its own."""
+COMMAND: Final = "top"
 
 
 class Exit(IntEnum):
@@ -54,11 +55,11 @@ def top(
 
     Exit codes: 0 the server has ended, or you have; 1 there is no readable ring; 2 wrong usage.
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     try:
         path = load_settings().ring_dir if rings is None else rings
     except SettingsError as error:
-        _fail(errors, Exit.USAGE, str(error))
+        fail(errors, COMMAND, Exit.USAGE, str(error))
     follower = Follower(path, window)
     shown = frozenset(rank or ())
 
@@ -69,13 +70,13 @@ def top(
         if once:
             snapshot = follower.poll()
             if snapshot.state is ServerState.WAITING:
-                _fail(errors, Exit.NO_SERVER, f"{path}: no rings here: start vLLM with K25_INSTRUMENT=1")
+                fail(errors, COMMAND, Exit.NO_SERVER, f"{path}: no rings here: start vLLM with K25_INSTRUMENT=1")
             _refuse_unreadable(errors, snapshot)
             _refuse_unknown_ranks(errors, snapshot, shown)
             if as_json:
                 _print_json(snapshot, shown)
             else:
-                _console().print(frame(snapshot))
+                Terminal(pipe_width=FRAME_WIDTH).print(frame(snapshot))
         elif as_json:
             errors.print(f"following {path}; Ctrl-C ends", markup=False)
             _refuse_unreadable(errors, _follow(follower, interval, lambda snapshot: _print_json(snapshot, shown)))
@@ -88,7 +89,7 @@ def top(
 
 
 def _watch(follower: Follower, interval_s: float, frame: Callable[[Snapshot], Frame]) -> Snapshot:
-    console = _console()
+    console = Terminal(pipe_width=FRAME_WIDTH)
     if not console.is_terminal:  # a pipe gets frame after frame
         return _follow(follower, interval_s, lambda snapshot: console.print(frame(snapshot), ""))
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
@@ -114,25 +115,15 @@ def _print_json(snapshot: Snapshot, ranks: frozenset[int]) -> None:
         typer.echo(json.dumps(document, separators=(",", ":")))
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
-
-
 def _refuse_unreadable(errors: Console, snapshot: Snapshot) -> None:
     """There were ring files, and none of them could be read: say which and why."""
     breakdown = snapshot.report.breakdown
     if not breakdown.ranks_found:
         reason = breakdown.caveats[0].message if breakdown.caveats else f"{snapshot.path}: no rings"
-        _fail(errors, Exit.NO_SERVER, f"{reason}: name a ring that this version has written")
+        fail(errors, COMMAND, Exit.NO_SERVER, f"{reason}: name a ring that this version has written")
 
 
 def _refuse_unknown_ranks(errors: Console, snapshot: Snapshot, ranks: frozenset[int]) -> None:
     found = snapshot.report.breakdown.ranks_found
     if unknown := sorted(ranks - set(found)):
-        _fail(errors, Exit.USAGE, f"--rank {unknown[0]}: there are ranks {', '.join(map(str, found))}")
-
-
-def _fail(console: Console, code: Exit, message: str) -> NoReturn:
-    console.print(f"vllm-k25 top: {message}", style="bold red", markup=False)
-    raise typer.Exit(code)
+        fail(errors, COMMAND, Exit.USAGE, f"--rank {unknown[0]}: there are ranks {', '.join(map(str, found))}")

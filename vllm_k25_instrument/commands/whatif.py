@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Final
@@ -13,7 +12,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vllm_k25_instrument.commands.documents import MAX_DOCUMENT, fail, show_or_write_json
+from vllm_k25_instrument.commands.documents import fail, read_side, show_or_write_json
+from vllm_k25_instrument.commands.terminal import messages
 from vllm_k25_instrument.instances import find_rings
 from vllm_k25_instrument.limits.batches import Measured, read_measured
 from vllm_k25_instrument.limits.errors import LimitsError
@@ -22,7 +22,7 @@ from vllm_k25_instrument.limits.gpus import AUTO
 from vllm_k25_instrument.limits.machine import Machine, make_machine
 from vllm_k25_instrument.model import BATCH_LABELS, Category
 from vllm_k25_instrument.palette import category_color
-from vllm_k25_instrument.report.compare import DocumentError, Side
+from vllm_k25_instrument.report.compare import Side
 from vllm_k25_instrument.report.figures import microseconds
 from vllm_k25_instrument.report.rings import read_rings
 from vllm_k25_instrument.report.table import caveat_lines
@@ -91,7 +91,7 @@ def whatif(
     Exit codes: 0 predicted; 3 predicted, but ranks are missing or some groups had to be refused (see standard error);
     1 nothing could be predicted, for the reasons given; 2 wrong usage, or nothing at the path.
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     changes, speculation = _wishes(
         errors,
         {
@@ -151,13 +151,9 @@ def _wishes(
 
 def _source(errors: Console, source: Path | None) -> tuple[Side, Measured | None, str]:
     """The breakdown, what the rings say beyond it (None of a JSON file), and the model's name where a ring has it."""
-    if source is not None and source.is_file():
-        document = _document(errors, source)
-        if document is not None:
-            try:
-                return Side.of(str(source), document), None, ""
-            except DocumentError as error:
-                fail(errors, COMMAND, Exit.USAGE, f"{source}: {error}: write it again with `vllm-k25 report --json`")
+    side = None if source is None else read_side(errors, COMMAND, Exit.USAGE, source)
+    if side is not None:
+        return side, None, ""
     try:
         where = find_rings(load_settings().ring_dir if source is None else source)
     except SettingsError as error:
@@ -176,23 +172,6 @@ def _source(errors: Console, source: Path | None) -> tuple[Side, Measured | None
     if not made.breakdown.groups:
         fail(errors, COMMAND, Exit.NOTHING_PREDICTED, f"{where}: the rings hold no sample")
     return Side.of(str(where), made.breakdown.to_json_dict()), measured, made.subject.model
-
-
-def _document(errors: Console, path: Path) -> object | None:
-    """The parsed JSON at `path`; None where the file is none, but a ring."""
-    try:
-        if path.stat().st_size > MAX_DOCUMENT:
-            return None
-        data = path.read_bytes()
-    except OSError as error:
-        fail(errors, COMMAND, Exit.USAGE, f"{path}: cannot be read: {error.strerror}")
-    if data.lstrip()[:1] != b"{":
-        return None
-    try:
-        parsed: object = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        fail(errors, COMMAND, Exit.USAGE, f"{path}: not valid JSON ({error})")
-    return parsed
 
 
 def _only(errors: Console, side: Side, batches: list[str]) -> Side:

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final
 
 from vllm_k25_instrument.limits.errors import LimitsError
 from vllm_k25_instrument.limits.floors import Load, Sharding
@@ -31,6 +28,10 @@ from vllm_k25_instrument.model import (
 from vllm_k25_instrument.report.digest import GroupKey
 from vllm_k25_instrument.ring import RingError, RingReader
 from vllm_k25_instrument.totals import Totals
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _ALL_REDUCE: Final = CATEGORY_CODE[Category.ALL_REDUCE]
 
@@ -65,6 +66,8 @@ class Batches:
 
     def add_ranges(self, ranges: NDArray[np.void], details: Sequence[str]) -> None:
         """Count the all-reduces among `ranges`, a structured array as in ``model.unpack_columns``."""
+        import numpy as np  # here and not above: every command waits for what this module imports
+
         reduces = ranges["category"] == _ALL_REDUCE
         size = np.searchsorted(SIZE_BUCKETS, ranges["bytes"][reduces])
         code = ranges["detail"][reduces].astype(np.int64) * len(SIZE_LABELS) + size
@@ -116,6 +119,8 @@ class Measured:
             self._add_columns(columns, details)
 
     def _add_columns(self, columns: NDArray[np.void], details: Sequence[str]) -> None:
+        import numpy as np
+
         known = (columns["phase"] < len(PHASES)) & (columns["graph_mode"] < len(GRAPH_MODES))
         columns = columns[known]
         batch = np.searchsorted(BATCH_BUCKETS, columns["requests"])
