@@ -27,6 +27,8 @@ FAMILIES: Final[dict[str, tuple[str, frozenset[str]]]] = {
     "vllm_k25_slowest_rank_steps_total": ("counter", frozenset({"rank"})),
     "vllm_k25_alignment_steps_total": ("counter", frozenset({"rank"})),
     "vllm_k25_alignment_steps_skipped_total": ("counter", frozenset({"reason"})),
+    "vllm_k25_unattributed_seconds_total": ("counter", frozenset({"phase", "position"})),
+    "vllm_k25_unattributed_steps_total": ("counter", frozenset({"phase"})),
     "vllm_k25_steps_total": ("counter", frozenset({"rank", "phase"})),
     "vllm_k25_steps_sampled_total": ("counter", frozenset({"rank", "phase"})),
     "vllm_k25_samples_lost_total": ("counter", frozenset({"rank", "reason"})),
@@ -43,9 +45,10 @@ CLOSED_LABELS: Final = {
     "rank": re.compile(r"\d+"),
     "phase": re.compile("decode|prefill|mixed"),
     "category": re.compile(
-        "all_reduce|collective|moe_experts|moe_routing|moe_shared_experts|mla_attention|sampling|input_preparation"
-        "|unattributed"
+        "all_reduce|collective|moe_experts|moe_routing|moe_shared_experts|mla_attention|attention|sampling|speculation"
+        "|input_preparation|unattributed"
     ),
+    "position": re.compile("between_[a-z_]+|unnamed"),
     "graph_mode": re.compile("none|piecewise|full|other"),
     "batch": re.compile(r"1|4|16|64|256|\+Inf|other"),
     "size": re.compile(r"4096|16384|65536|262144|1048576|4194304|\+Inf"),

@@ -20,6 +20,7 @@ CATEGORY_COLORS: Final[dict[Category, str]] = {
     Category.MOE_SHARED_EXPERTS: "#7c6fc4",
     Category.MLA_ATTENTION: "#2a9d7f",
     Category.SAMPLING: "#d4a72c",
+    Category.SPECULATION: "#c2557f",
     Category.INPUT_PREPARATION: "#8a9a5b",
     Category.UNATTRIBUTED: "#9aa1a9",
     Category.ATTENTION: "#56b68b",
