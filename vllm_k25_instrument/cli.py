@@ -6,6 +6,7 @@ import typer
 
 from vllm_k25_instrument.commands.analyze import analyze
 from vllm_k25_instrument.commands.bench import bench
+from vllm_k25_instrument.commands.campaign import campaign
 from vllm_k25_instrument.commands.classify import classify
 from vllm_k25_instrument.commands.compare import compare
 from vllm_k25_instrument.commands.demo import demo
@@ -25,6 +26,7 @@ app = typer.Typer(
 for command in (demo, doctor, top, export, report, analyze, compare, classify, whatif):
     app.command()(command)
 app.add_typer(bench)
+app.add_typer(campaign)
 
 if __name__ == "__main__":
     app()

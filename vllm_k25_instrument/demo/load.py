@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import httpx
 
+Prompt = str | tuple[int, ...]
+"""Text, or the tokens themselves."""
+
 DEFAULT_PROMPTS: Final = (
     "The time of a decode step goes to",
     "Eight GPUs joined by PCIe have to",
@@ -30,7 +33,7 @@ class RequestResult:
     """
 
     index: int
-    prompt: str
+    prompt: Prompt
     text: str = ""
     token_ids: tuple[int, ...] = ()
     log_probabilities: tuple[float, ...] = ()
@@ -95,7 +98,7 @@ async def run_load(
     concurrency: int,
     requests: int,
     max_tokens: int,
-    prompts: Sequence[str] = DEFAULT_PROMPTS,
+    prompts: Sequence[Prompt] = DEFAULT_PROMPTS,
     stream: bool = True,
     log_probabilities: bool = False,
     timeout: float = 300.0,
@@ -126,7 +129,7 @@ async def run_load(
     return LoadResult(concurrency=concurrency, wall_s=wall_s, requests=tuple(results))
 
 
-def _body(model: str, prompt: str, max_tokens: int, stream: bool, log_probabilities: bool) -> dict[str, Any]:
+def _body(model: str, prompt: Prompt, max_tokens: int, stream: bool, log_probabilities: bool) -> dict[str, Any]:
     body = {
         "model": model,
         "prompt": prompt,
@@ -140,7 +143,7 @@ def _body(model: str, prompt: str, max_tokens: int, stream: bool, log_probabilit
     return {**body, "logprobs": 1} if log_probabilities else body
 
 
-async def _request(client: httpx.AsyncClient, index: int, prompt: str, body: dict[str, Any]) -> RequestResult:
+async def _request(client: httpx.AsyncClient, index: int, prompt: Prompt, body: dict[str, Any]) -> RequestResult:
     import httpx
 
     text: list[str] = []

@@ -1,0 +1,1 @@
+"""The measuring campaign: load, profiles and micro-benchmarks as resumable steps, and the table they add up to."""
