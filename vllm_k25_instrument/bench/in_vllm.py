@@ -13,7 +13,7 @@ from typing import Final
 
 from vllm_k25_instrument.bench.document import BenchMachine, Remark
 from vllm_k25_instrument.bench.errors import BenchError
-from vllm_k25_instrument.demo.build import Build, vllm_build, vllm_version
+from vllm_k25_instrument.demo.build import Build, BuildError, visible_gpus, vllm_build, vllm_version
 from vllm_k25_instrument.demo.server import CPU_SETUP_PATH, VllmMissingError, require_vllm
 from vllm_k25_instrument.limits.errors import LimitsError
 from vllm_k25_instrument.limits.gpus import AUTO, Gpu, find_gpu
@@ -91,6 +91,17 @@ def describe_machine(
         gpu=None if gpu is None else gpu.key,
         link=link,
     )
+
+
+def gpus() -> int:
+    """How many GPUs there are. Raises BenchError for fewer than two: one has nobody to reduce with."""
+    try:
+        found = visible_gpus()
+    except BuildError as error:
+        raise BenchError(str(error)) from None
+    if found < 2:
+        raise BenchError(f"an all-reduce needs two GPUs, and PyTorch sees {found}: check CUDA_VISIBLE_DEVICES")
+    return found
 
 
 def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import torch
 
 from vllm_k25_instrument.bench.errors import BenchError
-from vllm_k25_instrument.bench.group import join_group, leave_group
+from vllm_k25_instrument.bench.group import join_group, leave_group, remove_shared_memory
 from vllm_k25_instrument.bench.routing import Chosen
 from vllm_k25_instrument.bench.sizes import ExpertLayer, Projection
 
@@ -129,13 +129,15 @@ class Projections:
     def __init__(self, device: str) -> None:
         self._device = device
         self._folder = tempfile.TemporaryDirectory(prefix="vllm_k25_bench-")
+        self._meeting = Path(self._folder.name) / "meeting"
 
     def __enter__(self) -> Self:
-        join_group(0, 1, Path(self._folder.name) / "meeting", seconds=GROUP_SECONDS)
+        join_group(0, 1, self._meeting, seconds=GROUP_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
         leave_group()
+        remove_shared_memory(self._meeting)
         self._folder.cleanup()
 
     def call(self, size: Projection, tokens: int) -> tuple[str, Callable[[], object]]:

@@ -27,6 +27,7 @@ class BenchTable:
             yield moe_table(document.rows)
         elif document.kind is Kind.ALL_REDUCE:
             yield all_reduce_table(document.rows)
+            yield Text()
             yield choice_table(document.choices)
         else:
             yield overhead_table(document.rows)

@@ -19,12 +19,14 @@ from vllm_k25_instrument.bench.intervals import FEWEST
 from vllm_k25_instrument.bench.routing import EXTREMES, Routing, read_counts
 from vllm_k25_instrument.bench.table import BenchTable
 from vllm_k25_instrument.commands.documents import fail, show_or_write_json
+from vllm_k25_instrument.demo.build import Build
 from vllm_k25_instrument.limits.errors import LimitsError
 from vllm_k25_instrument.limits.gpus import AUTO
 from vllm_k25_instrument.limits.kimi_k25 import kimi_k25_config
 from vllm_k25_instrument.limits.model_shape import ModelShape, model_shape, read_model_shape
 
 KIMI: Final = "Kimi-K2.5"
+DEFAULT_RANKS: Final = 2
 WORST: Final = "worst"
 MAX_TOKENS: Final = 65_536
 
@@ -159,6 +161,69 @@ def moe(
             document = room.run_moe(plan, machine, timing.make_timer(), sheet, int4_allowed=allowed, say=say)
     document = with_remark(document, busy)
     finish(errors, command, document, json_file, room.INCOMPLETE)
+
+
+@bench.command("all-reduce")
+def all_reduce(
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=2, max=64, help="Ranks. Default: 2 on a CPU, else all GPUs.", show_default=False),
+    ] = None,
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N,N", help="Tokens of a step (its batch).")] = "1,64,256",
+    burst: Annotated[
+        int | None,
+        typer.Option(
+            "--burst", min=1, max=10_000, help="All-reduces in a row. Default: 2 per layer of the model, as in a step."
+        ),
+    ] = None,
+    config: Config = None,
+    repeats: Repeats = 200,
+    seconds: Seconds = 2.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds without progress after which the ranks are given up.")
+    ] = 120.0,
+    gpu: GpuName = AUTO,
+    link: Annotated[
+        str, typer.Option("--link", metavar="NAME", help="What joins the GPUs, for the floors: as in `report --link`.")
+    ] = AUTO,
+    json_file: JsonFile = None,
+) -> None:
+    """Time an all-reduce through every path that vLLM has on this machine, single and in a row as in a step.
+
+    A time is the transfer: of each repeat the duration of the rank that waited least. Exit codes: 0 all measured; 1 a
+    rank died or hung; 2 wrong usage, or it cannot run here.
+    """
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    command = "bench all-reduce"
+    with failing(errors, command):
+        shape, model = read_shape(config)
+        sizes = parse_numbers("--tokens", tokens)
+        from vllm_k25_instrument.bench import all_reduce as room
+        from vllm_k25_instrument.bench import in_vllm
+
+        build = in_vllm.prepare_vllm()
+        on_cpu = build is Build.CPU
+        found = ranks or (DEFAULT_RANKS if on_cpu else in_vllm.gpus())
+        cores = room.cores_for(found) if on_cpu else ()
+        machine = in_vllm.describe_machine(build, ranks=found, threads=len(cores) // found if cores else None)
+        sheet = in_vllm.floor_gpu(gpu, machine)
+        joined = None if sheet is None else sheet.link(link, found)
+        if joined is not None:
+            machine = replace(machine, link=joined.name)
+        plan = room.AllReducePlan(
+            model=model,
+            hidden=shape.hidden,
+            ranks=found,
+            tokens=sizes,
+            burst=burst or 2 * shape.layers,
+            repeats=repeats,
+            seconds=seconds,
+            timeout=timeout,
+        )
+        busy = in_vllm.busy_remark()
+        with progress(errors) as say:
+            document = room.run_all_reduce(plan, machine, joined, cores=cores, say=say)
+    finish(errors, command, with_remark(document, busy), json_file, frozenset())
 
 
 def with_remark(document: BenchDocument, remark: Remark | None) -> BenchDocument:
