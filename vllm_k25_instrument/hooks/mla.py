@@ -20,6 +20,10 @@ def _decode_layer(args: Args, kwargs: Kwargs) -> int:
     return layer_number(getattr(argument(args, kwargs, 4, "layer"), "layer_name", ""))
 
 
+def _forward_layer(args: Args, kwargs: Kwargs) -> int:
+    return layer_number(getattr(argument(args, kwargs, 1, "layer"), "layer_name", ""))
+
+
 def _decode_detail(args: Args, kwargs: Kwargs) -> str:
     return f"decode {type(args[0]).__name__}"
 
@@ -28,28 +32,50 @@ def _prefill_detail(args: Args, kwargs: Kwargs) -> str:
     return f"prefill {type(args[0]).__name__}"
 
 
-MLA_POINTS: Final = (
-    HookPoint("layer", HookKind.LAYER, _LAYER, "MLAAttention.forward_impl", ">=0.16", layer=own_layer),
-    HookPoint(
+def _decode(module: str, target: str, versions: str) -> HookPoint:
+    return HookPoint(
         "mla_decode",
         HookKind.RANGE,
-        _ROOT,
-        "MLAAttentionImpl.forward_mqa",
-        versions=">=0.16",
+        module,
+        target,
+        versions=versions,
         category=Category.MLA_ATTENTION,
         subclasses=True,
         detail=_decode_detail,
         layer=_decode_layer,
-    ),
-    HookPoint(
+    )
+
+
+def _prefill(module: str, target: str, versions: str) -> HookPoint:
+    return HookPoint(
         "mla_prefill",
         HookKind.RANGE,
-        _ROOT,
-        "MLAAttentionImpl.forward_mha",
-        versions=">=0.16",
+        module,
+        target,
+        versions=versions,
         category=Category.MLA_ATTENTION,
         subclasses=True,
         detail=_prefill_detail,
         inherits_layer=True,
+    )
+
+
+MLA_POINTS: Final = (
+    HookPoint("layer", HookKind.LAYER, _LAYER, "MLAAttention.forward_impl", ">=0.16", layer=own_layer),
+    _decode(_ROOT, "MLAAttentionImpl.forward_mqa", ">=0.16"),
+    _prefill(_ROOT, "MLAAttentionImpl.forward_mha", ">=0.16"),
+    # A family of its own before 0.26, which made it part of the other.
+    _decode(_ROOT, "SparseMLAAttentionImpl.forward_mqa", ">=0.16,<0.26"),
+    # In 0.15 the backend did all of the layer's work itself, absorption and projection included.
+    HookPoint(
+        "layer",
+        HookKind.LAYER,
+        _LAYER,
+        "MLACommonImpl.forward",
+        ">=0.15,<0.16",
+        subclasses=True,
+        layer=_forward_layer,
     ),
+    _decode(_LAYER, "MLACommonImpl._forward_decode", ">=0.15,<0.16"),
+    _prefill(_LAYER, "MLACommonImpl._forward_prefill", ">=0.15,<0.16"),
 )

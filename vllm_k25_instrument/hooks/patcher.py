@@ -189,7 +189,7 @@ class Patcher:
             return HookState.ATTACHED
         if not isinstance(constructor, FunctionType):
             return HookState.MISSING
-        self._replace(owner, "__init__", after_construction(constructor, adopt), point)
+        self._replace(owner, "__init__", after_construction(constructor, point, adopt), point)
         return HookState.ATTACHED
 
     def _replace(self, owner: Any, name: str, wrapper: Function, point: HookPoint) -> None:
