@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from vllm_k25_instrument.analysis.capture import NO_RANK, CaptureError, Note, NoteCode, Source, one_line
+from vllm_k25_instrument.analysis.capture import NO_RANK, CaptureError, Note, NoteCode, Source
 from vllm_k25_instrument.analysis.cross_rank import compare_ranks
 from vllm_k25_instrument.analysis.findings import StepRange
 from vllm_k25_instrument.analysis.inputs import Input, expand
 from vllm_k25_instrument.analysis.workers import Advance, Done, Job, Mapper, run_on_cores
+from vllm_k25_instrument.plain_text import one_line
 from vllm_k25_instrument.report import breakdown as report_breakdown
 from vllm_k25_instrument.report.breakdown import StepTally
 from vllm_k25_instrument.report.caveats import INCOMPLETE_CODES, Caveat, CaveatCode, format_ranks

@@ -16,6 +16,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_k25_instrument.plain_text import one_line
+
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
 Int8 = NDArray[np.int8]
@@ -77,12 +79,6 @@ class Note:
     code: NoteCode
     message: str
     count: int = 0
-
-
-def one_line(text: str) -> str:
-    """`text` on one line, and nothing in it that a terminal would obey: damaged files speak through error messages."""
-    line = " ".join(text.split())
-    return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
 class CaptureError(Exception):

@@ -14,8 +14,12 @@ from typing import Any, Final
 
 from vllm_k25_instrument.analysis.capture import ActivityKind
 from vllm_k25_instrument.model import Category
+from vllm_k25_instrument.plain_text import one_line
 
 BUILT_IN: Final = Path(str(resources.files("vllm_k25_instrument.analysis") / "rules.toml"))
+
+MAX_RULES: Final = 1 << 20
+"""Characters of a rules file; ours has 30,000."""
 
 _NAME_CONDITIONS: Final = ("function", "inside", "name", "unless")
 _CONDITIONS: Final = (*_NAME_CONDITIONS, "context")
@@ -34,7 +38,7 @@ class RulesError(Exception):
     """A rules file that cannot be used. One line: the file, the line in it, what is wrong."""
 
     def __init__(self, path: Path, line: int, reason: str) -> None:
-        super().__init__(f"{path}:{line}: {reason}")
+        super().__init__(one_line(f"{path}:{line}: {reason}"))
         self.path = path
         self.line = line
         self.reason = reason
@@ -87,17 +91,22 @@ def read_rules(path: Path = BUILT_IN) -> RuleSet:
     not compile, a rule without conditions, or two rules of one id.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_RULES + 1)
     except OSError as error:
         raise RulesError(path, 1, f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RulesError(path, 1, f"is not UTF-8 text (byte {error.start})") from error
+    if len(text) > MAX_RULES:
+        raise RulesError(path, 1, f"is longer than {MAX_RULES:,} characters: no rules file is")
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         where = re.search(r"at line (\d+)", str(error))
         line = int(where[1]) if where else text.count("\n") + 1
         raise RulesError(path, line, f"not valid TOML: {str(error).split(' (at ')[0]}") from error
+    except RecursionError as error:
+        raise RulesError(path, 1, "not valid TOML: nested too deeply") from error
     return _Reader(path, text).read(tables)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from vllm_k25_instrument.plain_text import one_line
 from vllm_k25_instrument.report.figures import ABSENT, calls, microseconds, percent
 from vllm_k25_instrument.report.gpu import GpuFindings
 from vllm_k25_instrument.report.rings import Report
@@ -24,7 +25,7 @@ def _lines(report: Report, per_rank: bool) -> Iterator[str]:
         yield f"# Step breakdown: {_escape(subject.model or 'model unknown')}"
         yield ""
         version = f"vLLM {_escape(subject.vllm_version)} · " if subject.vllm_version else ""
-        yield f"{version}instance `{subject.instance}` · {ranks} · {subject.counts_text}"
+        yield f"{version}instance `{_code(subject.instance)}` · {ranks} · {subject.counts_text}"
     else:
         yield f"# Step breakdown: {_escape(subject.instance)}"
         yield ""
@@ -127,11 +128,12 @@ def _row(cells: Sequence[str]) -> str:
 
 def _code(text: str) -> str:
     """Text from outside inside backticks, in a cell."""
-    return text.replace("`", "'").replace("|", "¦").replace("\n", " ")
+    return one_line(text).replace("`", "'").replace("|", "¦")
 
 
 def _escape(text: str) -> str:
     """Text that comes from outside, so that it stays text."""
-    for character in "\\`*_[]<>|#":
+    text = one_line(text)
+    for character in "\\`*_[]<>|#&":
         text = text.replace(character, f"\\{character}")
-    return text.replace("\n", " ")
+    return text

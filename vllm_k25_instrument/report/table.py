@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_k25_instrument.palette import category_color
+from vllm_k25_instrument.plain_text import one_line
 from vllm_k25_instrument.report.breakdown import Breakdown
 from vllm_k25_instrument.report.caveats import Caveat
 from vllm_k25_instrument.report.figures import ABSENT, calls, microseconds, percent
@@ -138,7 +139,7 @@ def _findings(findings: GpuFindings) -> Iterator[RenderableType]:
 
 def caveat_lines(caveats: Sequence[Caveat]) -> list[Text]:
     """One line per warning."""
-    return [Text.assemble(("warning ", "bold yellow"), (f"[{c.code}] ", "dim"), c.message) for c in caveats]
+    return [Text.assemble(("warning ", "bold yellow"), (f"[{c.code}] ", "dim"), one_line(c.message)) for c in caveats]
 
 
 def _table(first: str = "category") -> Table:

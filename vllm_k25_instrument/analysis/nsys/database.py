@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from vllm_k25_instrument.analysis.capture import CaptureError, Int64
 from vllm_k25_instrument.analysis.nsys.packing import Extent, Packing, constant, pack, unpacked
+from vllm_k25_instrument.plain_text import one_line
 
 MAGIC: Final = b"SQLite format 3\0"
 EXPORT_AGAIN: Final = "export it again with `nsys export --type sqlite`"
@@ -33,6 +34,12 @@ _CHUNK: Final = 1 << 16
 _SMALLEST_ROW: Final = 4
 """Bytes. No row is stored in fewer; more rows than that can hold come out of a damaged page that points at itself."""
 
+_TEXT_PER_BYTE: Final = 2
+"""No table holds more text than the file has bytes or, made UTF-8 of UTF-16, half as much again. More comes out of rows
+that point at the same pages: gigabytes out of a megabyte."""
+_LONGEST_VALUE: Final = 1_000_000_000
+"""Bytes; SQLite's own limit."""
+
 _STEPS: Final = 16
 """Of SQLite's virtual machine per row, beside those for what is asked of it."""
 _STEPS_BETWEEN_CHECKS: Final = 100_000
@@ -40,6 +47,11 @@ _STEPS_BETWEEN_CHECKS: Final = 100_000
 _NO_INTEGER: Final = -(1 << 63)
 """Stands for NULL and anything else that is no integer. As a time it would be impossible anyway."""
 
+_READING: Final = frozenset(
+    {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_PRAGMA}
+)
+
+_VIRTUAL = re.compile(r"CREATE(?>\s|/\*.*?\*/|--[^\n]*\n)++VIRTUAL\b", re.DOTALL)
 _VERSION_SUFFIX = re.compile(r"_V\d+$", re.IGNORECASE)
 
 
@@ -88,6 +100,7 @@ class Database:
         self.damaged: list[str] = []
         self._connection = connection
         self._row_limit = size // _SMALLEST_ROW + 1
+        self._text_limit = _TEXT_PER_BYTE * size
         self._share = share
         self._advance = advance
         self._tables = self._look_up_tables()
@@ -127,7 +140,8 @@ class Database:
         interned = _Interned()
         texts: list[Int64] = []
         weight = self._weight(table)
-        for chunk in self._chunks(f"SELECT {', '.join(expressions)} FROM {_quote(table.name)}", table):  # noqa: S608
+        sql = f"SELECT {', '.join(expressions)} FROM {_quote(table.name)}"  # noqa: S608
+        for chunk in self._chunks(sql, table, texts=bool(text)):
             if text:
                 *integers, words = zip(*chunk, strict=True)
                 blocks.append([np.array(column, np.int64) for column in integers])
@@ -214,14 +228,26 @@ class Database:
             self._connection.set_progress_handler(None, 0)
         return found
 
-    def _chunks(self, sql: str, table: Table) -> Iterator[list[tuple[Any, ...]]]:
+    def _within_text_limit(self, rows: Iterator[tuple[Any, ...]], table: Table) -> Iterator[tuple[Any, ...]]:
+        """These rows, until they have more text than the file can hold."""
+        left = self._text_limit
+        for row in rows:
+            left -= sum(len(value) for value in row if isinstance(value, bytes))
+            if left < 0:
+                self.damaged.append(f"table {table.name} has more text than the file")
+                return
+            yield row
+
+    def _chunks(self, sql: str, table: Table, *, texts: bool = True) -> Iterator[list[tuple[Any, ...]]]:
         """The rows of a query, many at a time. Damage ends them, after the last row that can be read."""
         done = 0
         try:
-            cursor = self._connection.execute(sql)
+            cursor: Iterator[tuple[Any, ...]] = self._connection.execute(sql)
         except sqlite3.Error as error:
             self._note_damage(table, error)
             return
+        if texts:
+            cursor = self._within_text_limit(cursor, table)
         while True:
             try:
                 chunk = list(islice(cursor, _CHUNK))
@@ -251,12 +277,21 @@ class Database:
         self.damaged.append(f"table {table.name}: {one_line(error)}")
 
     def _look_up_tables(self) -> list[Table]:
-        """Every ordinary table. No view: an export has none, and one can be a query without end."""
+        """Every ordinary table. No view: an export has none, and one can be a query without end (`_tables_only`).
+
+        A file with a virtual table is none of nsys's: what would be run for it is code that has seen no such file.
+        """
         try:
+            schema = [
+                (kind, name, _decoded(sql).upper())
+                for kind, name, sql in self._connection.execute("SELECT type, name, sql FROM sqlite_master")
+            ]
+            if any(_VIRTUAL.match(sql) for _, _, sql in schema):
+                raise CaptureError(self.path, "holds a virtual table, which no nsys export does", EXPORT_AGAIN)
             names = [
                 _decoded(name)
-                for name, sql in self._connection.execute("SELECT name, sql FROM sqlite_master WHERE type='table'")
-                if isinstance(name, bytes) and not _decoded(sql).upper().lstrip().startswith("CREATE VIRTUAL")
+                for kind, name, sql in schema
+                if kind == b"table" and isinstance(name, bytes) and sql.startswith("CREATE TABLE")
             ]
             tables = []
             for name in names:
@@ -276,10 +311,14 @@ class Database:
         return self._share / max(1, total) / 8
 
     def _count(self, sql: str) -> int:
+        checks = iter(range(self._row_limit * _STEPS // _STEPS_BETWEEN_CHECKS + 1))
         try:
+            self._connection.set_progress_handler(lambda: next(checks, None) is None, _STEPS_BETWEEN_CHECKS)
             (value,) = self._connection.execute(sql).fetchone()
         except (sqlite3.Error, OverflowError):
             return 0
+        finally:
+            self._connection.set_progress_handler(None, 0)
         return value if isinstance(value, int) else 0
 
 
@@ -324,6 +363,9 @@ def open_database(source: Path, path: Path, share: int, advance: Callable[[int],
             settings = ("writable_schema=ON", "query_only=ON", "trusted_schema=OFF", "cell_size_check=ON")
             for setting in (*settings, "temp_store=MEMORY"):
                 connection.execute(f"PRAGMA {setting}")
+            connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(_TEXT_PER_BYTE * size, _LONGEST_VALUE))
+            connection.set_authorizer(_tables_only)
         except sqlite3.Error as error:
             raise CaptureError(path, f"damaged SQLite database ({one_line(error)})", EXPORT_AGAIN) from error
         database = Database(path, connection, size, share, advance)
@@ -331,9 +373,9 @@ def open_database(source: Path, path: Path, share: int, advance: Callable[[int],
         yield database
 
 
-def one_line(error: object) -> str:
-    """An error's text on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+def _tables_only(action: int, _first: str | None, _second: str | None, _base: str | None, view: str | None) -> int:
+    """Lets SQLite compile what reads tables, and nothing that a view or a trigger of the file would add to it."""
+    return sqlite3.SQLITE_OK if action in _READING and view is None else sqlite3.SQLITE_DENY
 
 
 class _Interned(dict[Any, int]):

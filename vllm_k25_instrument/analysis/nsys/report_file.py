@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_k25_instrument.analysis.capture import CaptureError
-from vllm_k25_instrument.analysis.nsys.database import one_line
+from vllm_k25_instrument.plain_text import one_line
 
 REPORT_SUFFIXES: Final = (".nsys-rep", ".qdrep", ".qdstrm")
 """What reports are called. Their content is not documented, so their name has to do."""

@@ -13,6 +13,7 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from vllm_k25_instrument.log import logger
+from vllm_k25_instrument.plain_text import one_line
 
 REMINDER_S: Final = 300.0
 """While a collector is away, the log says so again after this time."""
@@ -114,7 +115,7 @@ class Complaints(logging.Handler):
         self._of_thread = threading.local()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._messages().append(" ".join(record.getMessage().split()))
+        self._messages().append(one_line(record.getMessage()))
 
     def take(self) -> str:
         """What has been complained of since the last time, as one line."""
