@@ -13,7 +13,7 @@ from vllm_k25_instrument.model import BATCH_LABELS, NS_PER_SECOND, Phase, batch_
 
 _PREFIX: Final = "vllm_k25_"
 _BATCH_STEP: Final = "vllm_k25_batch_step_seconds"
-_BATCH_CATEGORY: Final = "vllm_k25_batch_category_seconds"
+_BATCH_CATEGORY: Final = "vllm_k25_batch_category_seconds_total"
 _ALL_REDUCE: Final = "vllm_k25_all_reduce_seconds"
 _WAIT: Final = "vllm_k25_all_reduce_wait_seconds"
 _QUEUE: Final = "vllm:request_queue_time_seconds"
@@ -100,7 +100,7 @@ def metrics_figures(before: Path, after: Path, concurrency: int) -> ScrapeFigure
     whole = sum(value for _, value in of_batch(f"{_BATCH_STEP}_sum"))
     total = sum(steps.values())
     categories: dict[str, float] = {}
-    for labels, value in of_batch(f"{_BATCH_CATEGORY}_sum"):
+    for labels, value in of_batch(_BATCH_CATEGORY):
         categories[labels["category"]] = categories.get(labels["category"], 0.0) + value * NS_PER_SECOND / total
     sampled = sum(value for labels, name, value in decode if name == f"{_PREFIX}steps_sampled_total")
     paths = _paths(decode, sampled)
