@@ -158,6 +158,7 @@ class Node:
             for ring in self.rings:
                 step.append_to(ring, packed)
                 step.count_all_reduces(ring.totals)
+                ring.publish()
         self.sampled += steps
 
 
@@ -219,6 +220,7 @@ def append_steadily(folder: Path, phase: Any, answer: Any) -> None:
     while (now := phase.value) != DONE:
         before = time.perf_counter_ns()
         step.append_to(ring, packed)
+        ring.publish()
         taken = time.perf_counter_ns() - before
         if phase.value == now:
             latencies[now].append(taken)
@@ -314,6 +316,7 @@ def main() -> int:
             )
         for ring in node.rings:
             touch_everything(ring.totals)
+            ring.publish()
         result["scrape_of_every_series"] = scrape_cost(registry, arguments.scrapes)
         result["concurrent_writer"] = append_latency(folder_without_first_rank(node, folder), arguments.rounds)
     finally:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -51,8 +52,25 @@ def identity(rank: int = 0, **fields: object) -> RankIdentity:
 
 
 def make_ring(folder: Path, rank: int = 0, layout: RingLayout = SMALL, **fields: object) -> RingWriter:
+    """A ring whose counters are in the file as soon as they are counted (a worker publishes them once a step)."""
     folder.mkdir(parents=True, exist_ok=True)
-    return RingWriter(folder / ring_file_name(rank), identity(rank, **fields), layout)
+    return published_at_once(RingWriter(folder / ring_file_name(rank), identity(rank, **fields), layout))
+
+
+def published_at_once(ring: RingWriter) -> RingWriter:
+    """`ring`, publishing after each call that counts something."""
+
+    def publishing(count: Callable[..., None]) -> Callable[..., None]:
+        def counted(*args: object) -> None:
+            count(*args)
+            ring.publish()
+
+        return counted
+
+    for name in dir(ring.totals):
+        if name.startswith("add_"):
+            setattr(ring.totals, name, publishing(getattr(ring.totals, name)))
+    return ring
 
 
 def kill(writer: RingWriter) -> None:

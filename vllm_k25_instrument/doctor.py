@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import mmap
 import os
 import platform
 import shutil
@@ -263,16 +262,15 @@ def _ring_directory(settings: Settings) -> Iterator[Finding]:
 
 
 def _try_a_ring_in(directory: Path) -> None:
-    """Do once what rings need: a private folder, and a file in it that can be mapped, renamed and held.
+    """Do once what rings need: a private folder, and a file in it that can be allocated, written, renamed and held.
 
     Raises OSError where one of them cannot be done.
     """
     with tempfile.TemporaryDirectory(prefix=".k25-doctor-", dir=directory) as folder:
         path = Path(folder, "probe")
         with path.open("x+b") as file:
-            os.posix_fallocate(file.fileno(), 0, mmap.PAGESIZE)
-            with mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
-                mapped[0] = 1
+            os.posix_fallocate(file.fileno(), 0, 4096)
+            os.pwrite(file.fileno(), b"K", 0)
             path = path.rename(path.with_suffix(".ring"))
             hold(file.fileno())
             if not is_held(path):

@@ -1,4 +1,4 @@
-"""The ring file: one per rank, memory-mapped, written by the worker, readable by anybody, even after its death.
+"""The ring file: one per rank, written by the worker, readable by its user at any time, even after the worker's death.
 
 Layout (little-endian, format 1)::
 
@@ -9,15 +9,18 @@ Layout (little-endian, format 1)::
 
 Protocol. The n-th sample (from 0) goes to slot ``n % slots``. The writer sets the slot's sequence to
 ``2n + 1``, writes, sets it to ``2n + 2``, and then raises the preamble's number of samples. It takes no lock
-and never waits. A reader copies a slot between two looks at its sequence and checks the CRC, so that it never
-returns a torn sample, not even of a writer that was killed in the middle of one. The metadata are written to
-the older of two copies, so that a writer killed meanwhile leaves the newer one whole. Sequence numbers and
-the number of samples are aligned words, written with one store each (``struct.pack_into`` zeroes its bytes
-first, and a reader would see that).
+and never waits. A reader copies a slot in one go and checks sequence and CRC, so that it never returns a torn
+sample, not even of a writer that was killed in the middle of one. The metadata are written to the older of two
+copies, so that a writer killed meanwhile leaves the newer one whole. The counters are kept in the writer's own
+memory, and published as a whole at the end of a step.
 
-The file's blocks are allocated when it is created: writing to a sparse file on a full tmpfs would kill the
-worker with SIGBUS, whereas a failed allocation is an OSError at start that costs us the ring and nobody else
-anything.
+Neither end maps the file: a mapping of a file that somebody cuts short (``cp`` or ``>`` onto it is enough) is
+death by SIGBUS, for the worker as well as for the API server that answers /metrics. ``pwrite`` and ``pread``
+return an error instead, and the writer never reads, and so never believes, what is in the file. It makes a file
+that has been cut short whole again.
+
+The file's blocks are allocated when it is created: a file system that is full by then is an OSError at start that
+costs us the ring and nobody else anything, and one that fills up later costs nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import mmap
 import os
 import stat
 import struct
@@ -33,10 +35,12 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
 from vllm_k25_instrument.liveness import hold, is_held
+from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import (
     MAX_RANGES,
     RANGE_BYTES,
@@ -55,6 +59,7 @@ RING_SUFFIX: Final = ".ring"
 _PREAMBLE = struct.Struct("<8sIIIIIIQ")  # magic, format, fingerprint, metadata, totals, slots, slot bytes, written
 _WRITTEN_OFFSET: Final = _PREAMBLE.size - 8
 _PREAMBLE_BYTES: Final = 256
+_PAGE_BYTES: Final = 4096
 _METADATA_COPY_BYTES: Final = 64 * 1024
 _METADATA_BYTES: Final = 2 * _METADATA_COPY_BYTES
 _METADATA_COPIES: Final = (_PREAMBLE_BYTES, _PREAMBLE_BYTES + _METADATA_COPY_BYTES)
@@ -93,7 +98,7 @@ class RingLayout:
 
     @property
     def slots_offset(self) -> int:
-        return _align(_TOTALS_OFFSET + TOTALS_BYTES, mmap.PAGESIZE)
+        return _align(_TOTALS_OFFSET + TOTALS_BYTES, _PAGE_BYTES)
 
     @property
     def file_bytes(self) -> int:
@@ -136,26 +141,14 @@ class RingWriter:
         self._details: dict[str, int] = {"": 0}
         self._metadata_sequence = 0
         self._metadata_lock = threading.Lock()  # hooks attach in whatever thread imports their module
+        self._counters = bytearray(TOTALS_BYTES)
+        self.totals = TotalsWriter(memoryview(self._counters).cast("Q"))
+        """What `publish` brings to the file."""
         metadata = self._metadata(identity, self._details)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         self._fd, self.layout = _allocate(partial, layout)
         try:
-            self._map = mmap.mmap(self._fd, self.layout.file_bytes)
-            view = memoryview(self._map)
-            self.totals = TotalsWriter(view[_TOTALS_OFFSET : _TOTALS_OFFSET + TOTALS_BYTES].cast("Q"))
-            self._words = view.cast("Q")
-            _PREAMBLE.pack_into(
-                self._map,
-                0,
-                MAGIC,
-                FORMAT,
-                FINGERPRINT,
-                _METADATA_BYTES,
-                TOTALS_BYTES,
-                self.layout.slots,
-                self.layout.slot_bytes,
-                0,
-            )
+            self._write_preamble()
             self._write_metadata(metadata)
             hold(self._fd)  # so the descriptor stays open for as long as the writer lives
             os.rename(partial, path)
@@ -200,18 +193,38 @@ class RingWriter:
         size = len(sample)
         if size > self.layout.slot_bytes - _HEAD.size:
             return False
+        self._mend()
         n = self._written
         at = self.layout.slots_offset + (n % self.layout.slots) * self.layout.slot_bytes
-        body = at + _HEAD.size
-        words = self._words
-        word = at // _WORD
-        words[word] = 2 * n + 1
-        self._map[body : body + size] = sample
-        words[word + 1] = size | zlib.crc32(sample) << 32
-        words[word] = 2 * n + 2
+        self._write(at, _HEAD.pack(2 * n + 1, size, zlib.crc32(sample)) + sample)
+        self._write(at, _SEQUENCE.pack(2 * n + 2))
         self._written = n + 1
-        words[_WRITTEN_OFFSET // _WORD] = n + 1
+        self._write(_WRITTEN_OFFSET, _SEQUENCE.pack(n + 1))
         return True
+
+    def publish(self) -> None:
+        """Bring the file's counters up to date. Raises OSError where the file system refuses."""
+        self._write(_TOTALS_OFFSET, self._counters)
+
+    def _write(self, at: int, data: bytes | bytearray) -> None:
+        if os.pwrite(self._fd, data, at) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def _mend(self) -> None:
+        """Make a file whole again that somebody has cut short. Its samples are gone, its counters are not."""
+        if os.fstat(self._fd).st_size >= self.layout.file_bytes:
+            return
+        logger.warning("K25: %s has been cut short by another process; its samples so far are gone", self.path)
+        os.posix_fallocate(self._fd, 0, self.layout.file_bytes)
+        self._write_preamble()
+        self.publish()
+        with self._metadata_lock:
+            for _ in _METADATA_COPIES:
+                self._write_metadata(self._metadata(self._identity, self._details))
+
+    def _write_preamble(self) -> None:
+        sizes = (_METADATA_BYTES, TOTALS_BYTES, self.layout.slots, self.layout.slot_bytes)
+        self._write(0, _PREAMBLE.pack(MAGIC, FORMAT, FINGERPRINT, *sizes, self._written))
 
     @staticmethod
     def _metadata(identity: RankIdentity, details: Iterable[str]) -> bytes:
@@ -223,12 +236,8 @@ class RingWriter:
     def _write_metadata(self, document: bytes) -> None:
         sequence = self._metadata_sequence = self._metadata_sequence + 2
         at = _METADATA_COPIES[(sequence // 2 - 1) % len(_METADATA_COPIES)]
-        body = at + _HEAD.size
-        word = at // _WORD
-        self._words[word] = sequence - 1
-        self._map[body : body + len(document)] = document
-        self._words[word + 1] = len(document) | zlib.crc32(document) << 32
-        self._words[word] = sequence
+        self._write(at, _HEAD.pack(sequence - 1, len(document), zlib.crc32(document)) + document)
+        self._write(at, _SEQUENCE.pack(sequence))
 
 
 def _written_by_another(path: Path) -> bool:
@@ -278,16 +287,22 @@ class RingReader:
         """Samples that the writer overwrote before `samples` reached them."""
         self.corrupted = 0
         """Slots whose bytes do not match their checksum, or that a dying writer left unfinished."""
-        self._map, size = _map_file(path)
+        self._file = _open_file(path)
+        self._whole = _PREAMBLE_BYTES  # how long the file must be at least
         try:
-            self.layout = self._check(size)
+            self.layout = self._read_layout()
+            self._whole = self.layout.file_bytes
+            self._check_not_truncated()
             self._read_metadata()
-        except RingError:
-            self._map.close()
+        except BaseException:
+            self._file.close()
             raise
 
-    def _check(self, size: int) -> RingLayout:
-        magic, form, fingerprint, metadata, totals, slots, slot_bytes, _ = _PREAMBLE.unpack_from(self._map, 0)
+    def _read_layout(self) -> RingLayout:
+        self._check_not_truncated()
+        magic, form, fingerprint, metadata, totals, slots, slot_bytes, _ = _PREAMBLE.unpack(
+            self._read(0, _PREAMBLE.size)
+        )
         if magic != MAGIC:
             raise RingError(self.path, "not a ring file (wrong magic number)")
         if form != FORMAT or fingerprint != FINGERPRINT or metadata != _METADATA_BYTES or totals != TOTALS_BYTES:
@@ -297,18 +312,24 @@ class RingReader:
                 f"this one reads format {FORMAT}, vocabulary {FINGERPRINT:08x}): read it with that version",
             )
         try:
-            layout = RingLayout(slots=slots, slot_bytes=slot_bytes)
+            return RingLayout(slots=slots, slot_bytes=slot_bytes)
         except ValueError as error:
             raise RingError(self.path, f"corrupted: {error}") from error
-        if size < layout.file_bytes:
-            raise RingError(self.path, f"truncated: {size} of {layout.file_bytes} bytes")
-        return layout
 
     def _check_not_truncated(self) -> None:
-        # Reading a mapping beyond the end of its file kills the process with SIGBUS.
-        size = self._map.size()
-        if size < self.layout.file_bytes:
-            raise RingError(self.path, f"truncated: {size} of {self.layout.file_bytes} bytes")
+        size = os.fstat(self._file.fileno()).st_size
+        if size < self._whole:
+            raise RingError(self.path, f"truncated: {size} of {self._whole} bytes")
+
+    def _read(self, at: int, size: int) -> bytes:
+        try:
+            data = os.pread(self._file.fileno(), size, at)
+        except OSError as error:
+            raise RingError(self.path, error.strerror or str(error)) from error
+        if len(data) != size:
+            self._check_not_truncated()
+            raise RingError(self.path, "truncated while it was read")
+        return data
 
     def _read_metadata(self) -> None:
         reason = "its metadata do not match their checksum"
@@ -329,10 +350,10 @@ class RingReader:
         raise RingError(self.path, f"corrupted: {reason}")
 
     def _metadata_copy(self, at: int) -> bytes | None:
-        sequence, length, crc = _HEAD.unpack_from(self._map, at)
+        sequence, length, crc = _HEAD.unpack(self._read(at, _HEAD.size))
         if sequence == 0 or sequence % 2 or length > _METADATA_ROOM:
             return None
-        document = self._map[at + _HEAD.size : at + _HEAD.size + length]
+        document = self._read(at + _HEAD.size, length)
         whole = self._sequence_at(at) == sequence and zlib.crc32(document) == crc
         return document if whole else None
 
@@ -344,7 +365,7 @@ class RingReader:
             self._read_metadata()
 
     def _sequence_at(self, at: int) -> int:
-        return int(_SEQUENCE.unpack_from(self._map, at)[0])
+        return int(_SEQUENCE.unpack(self._read(at, _WORD))[0])
 
     @property
     def identity(self) -> RankIdentity:
@@ -376,7 +397,7 @@ class RingReader:
         return Totals(data)
 
     def _copy_totals(self) -> bytes:
-        return self._map[_TOTALS_OFFSET : _TOTALS_OFFSET + TOTALS_BYTES]
+        return self._read(_TOTALS_OFFSET, TOTALS_BYTES)
 
     def samples(self, since: int = 0) -> Iterator[StepSample]:
         """The samples still in the ring, oldest first, from the `since`-th written (0 is the first).
@@ -411,14 +432,14 @@ class RingReader:
 
     def _copy(self, n: int) -> bytes | None:
         """The bytes of the n-th sample, whole, or None (counted)."""
-        self._check_not_truncated()
         at = self.layout.slots_offset + (n % self.layout.slots) * self.layout.slot_bytes
-        for _ in range(3):  # where memory is weakly ordered, the sequence may arrive before the bytes
-            sequence, length, crc = _HEAD.unpack_from(self._map, at)
+        for _ in range(3):  # it may be the one that is being written
+            slot = self._read(at, self.layout.slot_bytes)
+            sequence, length, crc = _HEAD.unpack_from(slot)
             if sequence != 2 * n + 2 or length > self.layout.slot_bytes - _HEAD.size:
                 break
-            data = self._map[at + _HEAD.size : at + _HEAD.size + length]
-            if self._sequence_at(at) == sequence and zlib.crc32(data) == crc:
+            data = slot[_HEAD.size : _HEAD.size + length]
+            if zlib.crc32(data) == crc:
                 return data
         if self._sequence_at(at) > 2 * n + 2:
             self.overwritten += 1
@@ -427,7 +448,7 @@ class RingReader:
         return None
 
     def close(self) -> None:
-        self._map.close()
+        self._file.close()
 
 
 def _parse_metadata(document: bytes) -> tuple[RankIdentity, list[str]]:
@@ -454,21 +475,16 @@ def _plain_fields(record: type[RankIdentity | RankCoordinates]) -> Iterator[tupl
             yield field.name, int if field.type == "int" else str
 
 
-def _map_file(path: Path) -> tuple[mmap.mmap, int]:
-    """The file, mapped for reading, and its size. Raises RingError."""
+def _open_file(path: Path) -> FileIO:
+    """The file, open for reading. Raises RingError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name must not block us
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise RingError(path, "not a regular file")
-            if status.st_size < _PREAMBLE_BYTES:
-                raise RingError(path, f"truncated: {status.st_size} bytes, shorter than a ring's preamble")
-            return mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ), status.st_size
-        finally:
-            os.close(fd)
-    except (OSError, ValueError) as error:  # ValueError: it has been truncated just now
-        raise RingError(path, getattr(error, "strerror", None) or str(error)) from error
+    except OSError as error:
+        raise RingError(path, error.strerror or str(error)) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise RingError(path, "not a regular file")
+    return FileIO(fd)
 
 
 def ring_file_name(global_rank: int) -> str:

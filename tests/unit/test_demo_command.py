@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.export_rings import published_at_once
 from vllm_k25_instrument.commands import demo as command
 from vllm_k25_instrument.demo import graph_modes
 from vllm_k25_instrument.demo.build import CUDA_SAMPLE_EVERY, Build, BuildError, Plan
@@ -47,7 +48,9 @@ class Rings:
                 "this-one", WORKER_PIDS[rank], RankCoordinates(global_rank=rank, tp=rank, tp_size=ranks)
             )
             self.writers.append(
-                RingWriter(folder / ring_file_name(rank), identity, RingLayout(slots=64, slot_bytes=512))
+                published_at_once(
+                    RingWriter(folder / ring_file_name(rank), identity, RingLayout(slots=64, slot_bytes=512))
+                )
             )
         self.step = 0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from tests.export_rings import published_at_once
 from vllm_k25_instrument.hooks.names import HOOK_INDEX, HOOK_NAMES
 from vllm_k25_instrument.model import (
     CATEGORY_CODE,
@@ -143,7 +144,7 @@ def identity_of(rank, world, **changes):
 def open_rank(folder, rank, world, *, slots=64, slow_us=0.0, layers=61, **identity):
     folder.mkdir(exist_ok=True, parents=True)
     layout = RingLayout(slots=slots, slot_bytes=16 * 1024)
-    writer = RingWriter(folder / ring_file_name(rank), identity_of(rank, world, **identity), layout)
+    writer = published_at_once(RingWriter(folder / ring_file_name(rank), identity_of(rank, world, **identity), layout))
     return Rank(
         writer, rank, random.Random(rank), slow_us=slow_us, layers=layers, every=identity.get("sample_every", 16)
     )

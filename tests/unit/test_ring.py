@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import random
+import resource
 import shutil
 import stat
 import struct
@@ -488,6 +488,47 @@ def test_a_ring_cut_off_while_it_is_open_is_said_to_be_truncated(ring):
     assert result.stdout.splitlines() == [f"truncated: 0 of {ring.layout.file_bytes} bytes"] * 5
 
 
+@pytest.mark.parametrize("size", [0, 40, 300, 200_000])
+def test_a_ring_cut_off_under_its_writer_is_made_whole_again_and_keeps_its_counters(ring, size):
+    write(ring, range(20))
+    ring.totals.add_step(0, 12_000_000)
+    assert ring.detail_index("pynccl") == 1
+    os.truncate(ring.path, size)
+    write(ring, range(20, 23))
+    ring.totals.add_step(0, 12_000_000)
+    reader = RingReader(ring.path)
+    assert [sample.step for sample in reader.samples()][-3:] == [20, 21, 22]
+    assert reader.written == 23
+    assert reader.totals().steps(0) == 2
+    assert reader.identity == ring.identity
+    assert ring.path.stat().st_blocks * 512 >= ring.layout.file_bytes
+
+
+def test_counters_that_somebody_scribbles_over_are_put_right_with_the_next_step(ring):
+    ring.totals.add_step(0, 12_000_000)
+    scribble(ring.path, METADATA + 2 * METADATA_COPY, b"\xff" * 8_000)
+    ring.totals.add_step(0, 12_000_000)  # what is in the file is never added to
+    totals = RingReader(ring.path).totals()
+    assert (totals.steps(0), totals.step_duration(0).sum_ns) == (2, 24_000_000)
+
+
+def test_a_ring_that_cannot_be_made_whole_is_an_os_error(ring):
+    """The limit on the size of files stands for a file system that has no room any more."""
+    write(ring, range(3))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    os.truncate(ring.path, 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            ring.append(pack(derived_sample(3)))
+        with pytest.raises(OSError, match="File too large"):
+            ring.publish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    write(ring, [4])
+    assert read(ring) == [4]
+
+
 # --- the writer's life ------------------------------------------------------------------------------------
 
 
@@ -565,7 +606,7 @@ def test_a_planned_ring_stays_within_both_limits(samples, total):
     assert layout.slot_bytes % 64 == 0
     assert 512 <= layout.slot_bytes <= SLOT_HEAD + SAMPLE_BYTES + MAX_RANGES * RANGE_BYTES + 64
     assert layout.max_ranges >= 13
-    assert layout.slots_offset % mmap.PAGESIZE == 0
+    assert layout.slots_offset % 4096 == 0
 
 
 def test_no_slot_is_larger_than_the_largest_sample():
