@@ -12,109 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter_ns
-from types import SimpleNamespace
 from typing import Any
 
 import nvtx
 import torch
 from opentelemetry.sdk.trace import TracerProvider
 
-from vllm_k25_instrument.hooks.arguments import message_bytes
-from vllm_k25_instrument.hooks.point import HookKind, HookPoint
-from vllm_k25_instrument.hooks.wrappers import wrap
-from vllm_k25_instrument.model import AllReducePath, Category, RankCoordinates, RankIdentity
-from vllm_k25_instrument.recorder.device import HostClock
-from vllm_k25_instrument.recorder.recorder import Recorder
-from vllm_k25_instrument.ring import DEFAULT_BYTES, DEFAULT_SAMPLES, RingLayout, RingWriter
-
-CALLS_PER_STEP = 375
-"""Ranges per sampled step: about what a decode step of Kimi-K2.5 has (122 all-reduces, 61 MLA, 60 each of experts,
-routing and shared experts, and a few more). All of them are all-reduces here, the costliest kind."""
-
-
-class Communicator:
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-
-SCHEDULED = SimpleNamespace(
-    num_scheduled_tokens={"r": 1},
-    total_num_scheduled_tokens=1,
-    scheduled_new_reqs=[],
-    scheduled_cached_reqs=SimpleNamespace(
-        req_ids=["r"], num_output_tokens=[5], num_computed_tokens=[10], resumed_req_ids=()
-    ),
-    finished_req_ids=(),
-)
-"""A decode step of one request, as the scheduler describes it."""
-
-
-OWNER, TENSOR = Communicator(), torch.zeros(7168, dtype=torch.bfloat16)
-
-
-def timed(call: Callable[[Communicator, torch.Tensor], Any], calls: int) -> float:
-    """Nanoseconds per call."""
-    owner, tensor = OWNER, TENSOR
-    began = perf_counter_ns()
-    for _ in range(calls):
-        call(owner, tensor)
-    return (perf_counter_ns() - began) / calls
-
-
-def make_recorder(folder: Path, sample_every: int, kind: type[Recorder] = Recorder) -> Recorder:
-    ring = RingWriter(
-        folder / f"{sample_every}.ring",
-        RankIdentity("bench", os.getpid(), RankCoordinates()),
-        RingLayout.plan(DEFAULT_SAMPLES, DEFAULT_BYTES),
-    )
-
-    def fail(point: HookPoint | None, error: Exception) -> None:
-        raise error
-
-    return kind(ring, HostClock(), sample_every=sample_every, on_error=fail)
+from vllm_k25_instrument.bench.hooked_calls import Communicator, HookedCalls, timed
 
 
 def variants(folder: Path) -> dict[str, Callable[[int], float]]:
     """Name -> a function that times so many calls, in ns per call."""
-    point = HookPoint(
-        "all_reduce",
-        HookKind.RANGE,
-        "m",
-        "Communicator.all_reduce",
-        category=Category.ALL_REDUCE,
-        detail=lambda args, kwargs: AllReducePath.PYNCCL,
-        nbytes=message_bytes,
-        inherits_layer=True,
-    )
-    bare = Communicator.all_reduce
-    idle, busy = make_recorder(folder, 1_000_000), make_recorder(folder, 1)
-    not_sampled, sampled = wrap(bare, point, idle), wrap(bare, point, busy)
-    idle.begin_step(SCHEDULED)
-    idle.end_step()
-
-    def in_unsampled_steps(calls: int) -> float:
-        idle.begin_step(SCHEDULED)
-        try:
-            return timed(not_sampled, calls)
-        finally:
-            idle.end_step()
-
-    def in_sampled_steps(calls: int) -> float:
-        total = 0.0
-        steps = calls // CALLS_PER_STEP
-        for _ in range(steps):
-            began = perf_counter_ns()
-            busy.begin_step(SCHEDULED)
-            timed(sampled, CALLS_PER_STEP)
-            busy.end_step()
-            total += perf_counter_ns() - began
-        return total / (steps * CALLS_PER_STEP)
+    hooked, bare = HookedCalls.make(folder), Communicator.all_reduce
 
     def annotated(owner: Communicator, tensor: torch.Tensor) -> Any:
         with nvtx.annotate("all_reduce"):
@@ -131,9 +44,9 @@ def variants(folder: Path) -> dict[str, Callable[[int], float]]:
             return bare(owner, tensor)
 
     return {
-        "bare": lambda calls: timed(bare, calls),
-        "hooked, not sampled": in_unsampled_steps,
-        "hooked, sampled": in_sampled_steps,
+        "bare": hooked.bare,
+        "hooked, not sampled": hooked.not_sampled,
+        "hooked, sampled": hooked.sampled,
         "nvtx.annotate": lambda calls: timed(annotated, calls),
         "record_function": lambda calls: timed(recorded, calls // 8),
         "OpenTelemetry span": lambda calls: timed(traced, calls // 32),

@@ -19,8 +19,14 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
-from hook_cost import CALLS_PER_STEP, OWNER, SCHEDULED, TENSOR, Communicator, make_recorder
-
+from vllm_k25_instrument.bench.hooked_calls import (
+    CALLS_PER_STEP,
+    OWNER,
+    SCHEDULED,
+    TENSOR,
+    Communicator,
+    make_recorder,
+)
 from vllm_k25_instrument.hooks.arguments import message_bytes
 from vllm_k25_instrument.hooks.point import HookKind, HookPoint
 from vllm_k25_instrument.hooks.wrappers import wrap

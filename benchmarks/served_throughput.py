@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from vllm_k25_instrument.bench.intervals import sign_rank
 from vllm_k25_instrument.demo.load import run_load
 from vllm_k25_instrument.demo.server import VllmServer
 from vllm_k25_instrument.demo.tiny_model import write_tiny_k25
@@ -138,18 +139,6 @@ def report(rates: dict[str, list[float]]) -> None:
         half = t95(pairs - 1) * statistics.stdev(logs) / math.sqrt(pairs)
         low, mid, high = (math.exp(x) for x in (center - half, center, center + half))
         print(f"{name:18} mean   on/off = {mid:.4f}, 95 % interval {low:.4f} to {high:.4f}")
-
-
-def sign_rank(pairs: int) -> int:
-    """The k for which the k-th smallest to the k-th largest of `pairs` values hold their median with at least 95 %.
-
-    By the sign test: the values below the median are Binomial(pairs, 1/2).
-    """
-    k, below = 0, 0.0
-    while below + math.comb(pairs, k) / 2**pairs <= 0.025:
-        below += math.comb(pairs, k) / 2**pairs
-        k += 1
-    return k
 
 
 def t95(degrees: int) -> float:

@@ -93,6 +93,12 @@ def describe_machine(
     )
 
 
+def memory_folder() -> Path | None:
+    """Where files live in memory, as a server's rings do; None where there is no such folder."""
+    folder = Path("/dev/shm")  # noqa: S108 - the default of K25_RING_DIR is below it
+    return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
+
+
 def gpus() -> int:
     """How many GPUs there are. Raises BenchError for fewer than two: one has nobody to reduce with."""
     try:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from vllm_k25_instrument.bench.document import BenchDocument, BenchMachine, Choice, Kind, Row
 from vllm_k25_instrument.report.figures import ABSENT, microseconds
+from vllm_k25_instrument.report.words import time_text
 
 
 class BenchTable:
@@ -137,12 +138,9 @@ def summary_lines(document: BenchDocument) -> Sequence[str]:
     """The derived figures in words."""
     summary = document.summary
     if document.kind is Kind.MOE:
-        return [f"per step, {name}: {microseconds(ns)} µs" for name, ns in summary.items()]
+        return [f"per step, {name}: {time_text(ns)}" for name, ns in summary.items()]
     if document.kind is Kind.OVERHEAD:
-        return [
-            f"{name}: {microseconds(value)} µs" if name.endswith("_ns") else f"{name}: {value:,.4f}"
-            for name, value in summary.items()
-        ]
+        return [f"{name.removesuffix('_ns').replace('_', ' ')}: {time_text(value)}" for name, value in summary.items()]
     return []
 
 

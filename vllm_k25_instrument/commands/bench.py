@@ -226,6 +226,31 @@ def all_reduce(
     finish(errors, command, with_remark(document, busy), json_file, frozenset())
 
 
+@bench.command("overhead")
+def overhead(
+    repeats: Annotated[int, typer.Option("--repeats", min=FEWEST, max=100_000, help="Repeats of each row.")] = 50,
+    json_file: JsonFile = None,
+) -> None:
+    """Time what this package itself costs here: hooked calls, samples, rings, a scrape, and on CUDA timing events.
+
+    Exit codes: 0 all measured; 1 it failed; 2 wrong usage, or it cannot run here.
+    """
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    command = "bench overhead"
+    with failing(errors, command):
+        from vllm_k25_instrument.bench import in_vllm
+
+        build = in_vllm.prepare_vllm()
+        from vllm_k25_instrument.bench import overhead as room
+
+        busy = in_vllm.busy_remark()
+        with progress(errors) as say:
+            document = room.run_overhead(
+                room.OverheadPlan(repeats), in_vllm.describe_machine(build), say=say, in_memory=in_vllm.memory_folder()
+            )
+    finish(errors, command, with_remark(document, busy), json_file, frozenset())
+
+
 def with_remark(document: BenchDocument, remark: Remark | None) -> BenchDocument:
     """The document with one more warning, if there is one."""
     return document if remark is None else replace(document, warnings=(*document.warnings, remark))
