@@ -1,10 +1,10 @@
 """`vllm-k25 analyze`: what it takes, what it writes, how it exits."""
 
 import json
-import threading
 import re
 import socket
 import sys
+import threading
 import types
 
 import pytest

@@ -26,7 +26,14 @@ from vllm_k25_instrument.export.cardinality import (
     worst_case_per_rank,
     worst_case_per_server,
 )
-from vllm_k25_instrument.export.families import empty_families, join_ranks, rank_families, wait_families
+from vllm_k25_instrument.export.families import (
+    empty_families,
+    join_ranks,
+    rank_families,
+    unattributed_families,
+    wait_families,
+)
+from vllm_k25_instrument.export.unattributed import POSITION_LABELS, UnattributedTotals
 from vllm_k25_instrument.export.waits import TRANSFER_BOUNDS_NS, WAIT_BOUNDS_NS, WaitTotals
 from vllm_k25_instrument.model import (
     ALL_REDUCE_PATHS,
@@ -79,10 +86,20 @@ class Waits:
         return wait_families(self.totals)
 
 
+class Unattributed:
+    """What a registry needs of the time between the hooked ranges."""
+
+    def __init__(self, totals: UnattributedTotals) -> None:
+        self.totals = totals
+
+    def collect(self):
+        return unattributed_families(self.totals)
+
+
 class Node:
     """What a registry needs of the ranks of one server."""
 
-    def __init__(self, *ranks: Rank | Waits) -> None:
+    def __init__(self, *ranks: Rank | Waits | Unattributed) -> None:
         self.ranks = ranks
 
     def collect(self):
@@ -267,7 +284,10 @@ def test_counters_that_contradict_themselves_are_refused():
     rank = Rank()
     for requests in (1, 64):
         rank.totals.add_sample(DECODE, FULL, requests, STEP_NS, split(STEP_NS))
-    first, second = (i for i in range(TOTALS_COUNT) if rank.memory[i] in (13, 16))  # the labels of the two rows
+    # The labels of the two rows: before one step and its duration.
+    first, second = (
+        i for i in range(TOTALS_COUNT - 2) if rank.memory[i] and rank.memory[i + 1 : i + 3].tolist() == [1, STEP_NS]
+    )
     rank.memory[second] = rank.memory[first]
     with pytest.raises(ValueError, match="corrupted: two rows of counters for decode, full, batch 1"):
         rank.collect()
@@ -282,7 +302,9 @@ def test_the_worst_case_of_a_node_is_below_its_limit():
 
 def test_a_full_rank_makes_as_many_series_as_the_worst_case_says_and_no_more():
     counted: dict[str, int] = {}
-    for family in Node(full_rank(), Waits(full_waits(0))).collect():
+    gaps_ns = dict.fromkeys(range(len(PHASES)), dict.fromkeys(POSITION_LABELS, 1))
+    unattributed = UnattributedTotals(steps=dict.fromkeys(range(len(PHASES)), 1), gaps_ns=gaps_ns)
+    for family in Node(full_rank(), Waits(full_waits(0)), Unattributed(unattributed)).collect():
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
         counted[family.name + suffix] = len(family.samples)
     assert counted == worst_case_per_rank() | worst_case_per_server()

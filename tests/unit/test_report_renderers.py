@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.test_report_rings import open_rank, read, write_server
+from vllm_k25_instrument.hooks.names import HOOK_NAMES
 from vllm_k25_instrument.model import Category
 from vllm_k25_instrument.palette import CATEGORY_COLORS, category_color
 from vllm_k25_instrument.report.bars import cells_of, segments, ticks
@@ -44,6 +45,33 @@ def test_shares_of_each_rank_and_of_the_mean_add_up_to_one(eight):
         assert sum(row.cells[rank].share for row in view.rows) == pytest.approx(1, abs=1e-12)
     assert sum(row.mean.share for row in view.rows) == pytest.approx(1, abs=1e-12)
     assert sum(row.mean.exclusive_ns for row in view.rows) == pytest.approx(view.step_mean_ns, abs=1)
+
+
+def test_what_is_unattributed_is_taken_apart_by_position_and_marked_as_inferred(eight):
+    (view,) = group_views(eight.breakdown, eight.slowest)
+    names = ["between_all_reduce_and_attention", "between_layers_and_sampling", "unnamed"]
+    assert [row.name for row in view.inferred] == names
+    rest = view.rows[-1]
+    for rank in view.ranks:
+        parts = sum(row.cells[rank].exclusive_ns for row in view.inferred)
+        assert parts == pytest.approx(rest.cells[rank].exclusive_ns)
+    for document in (as_text(ReportTable(eight)), to_markdown(eight), to_html(eight)):
+        for row in view.inferred:
+            assert f"≈ {row.name}" in document
+            assert microseconds(row.mean.exclusive_ns) in document
+        assert "inferred by position" in document
+    group = eight.breakdown.to_json_dict()["groups"][0]
+    assert list(group["between_ns"]) == names[:2]
+    assert sum(group["between_ns"].values()) < group["unattributed_ns"]
+
+
+def test_where_a_hook_is_missing_nothing_is_inferred(tmp_path):
+    hooks = dict.fromkeys(HOOK_NAMES, "attached") | {"moe_experts": "missing"}
+    rank = open_rank(tmp_path, 0, 1, hooks=hooks)
+    rank.write()
+    report = read(tmp_path)
+    assert "between_" not in as_text(ReportTable(report)) + to_markdown(report) + to_html(report)
+    assert "between_ns" not in report.breakdown.to_json_dict()["groups"][0]
 
 
 def test_few_ranks_have_a_column_each_and_the_slowest_is_marked(tmp_path):

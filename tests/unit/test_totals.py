@@ -162,16 +162,16 @@ def test_every_counter_has_a_cell_of_its_own(table):
 
 def test_what_is_added_is_what_is_read(table):
     split = [10 * (n + 1) for n in range(CATEGORIES)]
-    for phase, graph, requests in itertools.product(range(3), range(2), (1, 3, 300)):
+    for phase, graph, requests in itertools.product(range(3), range(2), (1, 300)):
         table.write.add_step(phase, sum(split))
         table.write.add_sample(phase, graph, requests, sum(split), split)
     totals = table.read
     for phase in range(3):
-        assert totals.steps(phase) == totals.sampled(phase) == 6
-        assert totals.step_duration(phase).sum_ns == 6 * sum(split)
-        assert [totals.category(phase, c).sum_ns for c in range(CATEGORIES)] == [6 * ns for ns in split]
+        assert totals.steps(phase) == totals.sampled(phase) == 4
+        assert totals.step_duration(phase).sum_ns == 4 * sum(split)
+        assert [totals.category(phase, c).sum_ns for c in range(CATEGORIES)] == [4 * ns for ns in split]
     rows = list(totals.batch_rows())
-    assert len(rows) == 18
+    assert len(rows) == 12
     for row in rows:
         assert row.steps == 1
         assert row.step_ns == sum(split) == sum(row.category_ns.values())

@@ -7,6 +7,7 @@ from typing import Final
 from vllm_k25_instrument.alignment import LEFT_OUT
 from vllm_k25_instrument.export import families
 from vllm_k25_instrument.export.families import HOOK_LABELS
+from vllm_k25_instrument.export.unattributed import POSITION_LABELS
 from vllm_k25_instrument.export.waits import TRANSFER_BOUNDS_NS, WAIT_BOUNDS_NS
 from vllm_k25_instrument.model import ALL_REDUCE_PATHS, LIVE_CATEGORIES, LOST_REASONS, PHASES, SIZE_LABELS
 from vllm_k25_instrument.totals import ALL_REDUCE_BOUNDS_NS, BATCH_ROWS, CATEGORY_BOUNDS_NS, STEP_BOUNDS_NS
@@ -52,6 +53,8 @@ def worst_case_per_server() -> dict[str, int]:
     return {
         families.ALL_REDUCE_TRANSFER.name: len(ALL_REDUCE_PATHS) * _histogram(TRANSFER_BOUNDS_NS),
         families.ALIGNMENT_SKIPPED.name: len(LEFT_OUT),
+        families.UNATTRIBUTED.name: len(PHASES) * len(POSITION_LABELS),
+        families.UNATTRIBUTED_STEPS.name: len(PHASES),
         families.BUILD.name + "_info": 1,
     }
 

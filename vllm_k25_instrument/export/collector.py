@@ -9,7 +9,14 @@ from threading import Lock
 
 from prometheus_client.core import Metric
 
-from vllm_k25_instrument.export.families import empty_families, join_ranks, rank_families, wait_families
+from vllm_k25_instrument.export.families import (
+    empty_families,
+    join_ranks,
+    rank_families,
+    unattributed_families,
+    wait_families,
+)
+from vllm_k25_instrument.export.unattributed import UnattributedByPosition
 from vllm_k25_instrument.export.waits import IN_VLLM_SAMPLES, AllReduceWaits
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.ring import RingError, RingReader, ring_paths
@@ -38,7 +45,8 @@ class RingCollector:
         """
         self._locate = locate
         self._waits = AllReduceWaits(samples_per_scrape)
-        self._waits_complaint = ""
+        self._unattributed = UnattributedByPosition()
+        self._left_out: dict[str, str] = {}  # of what samples are left out, and why
         self._lock = Lock()  # scrapes may come in several threads
         self._rings: dict[Path, _OpenRing] = {}
         self._complaints: dict[Path, str] = {}
@@ -76,19 +84,27 @@ class RingCollector:
                 ranks[rank] = families
                 readers[rank] = self._rings[path].reader
                 self._complaints.pop(path, None)
-        return [*(ranks[rank] for rank in sorted(ranks)), *self._read_waits([readers[rank] for rank in sorted(ranks)])]
+        return [*(ranks[rank] for rank in sorted(ranks)), *self._read_across([readers[rank] for rank in sorted(ranks)])]
 
-    def _read_waits(self, readers: list[RingReader]) -> list[list[Metric]]:
+    def _read_across(self, readers: list[RingReader]) -> list[list[Metric]]:
+        """What needs the samples of all ranks."""
+        self._take_in("the waiting between ranks", self._waits.read, readers)
+        self._take_in("the unattributed time by position", self._unattributed.read, readers)
+        waits, unattributed = self._waits.totals(), self._unattributed.totals()
+        return [
+            *([] if waits is None else [wait_families(waits)]),
+            *([] if unattributed is None else [unattributed_families(unattributed)]),
+        ]
+
+    def _take_in(self, what: str, read: Callable[[list[RingReader]], None], readers: list[RingReader]) -> None:
         try:
-            self._waits.read(readers)
+            read(readers)
         except Exception as error:  # what has been counted is still right
-            if self._waits_complaint != str(error):
-                self._waits_complaint = str(error)
-                logger.warning("K25: samples left out of the waiting between ranks: %s", error)
+            if self._left_out.get(what) != str(error):
+                self._left_out[what] = str(error)
+                logger.warning("K25: samples left out of %s: %s", what, error)
         else:
-            self._waits_complaint = ""
-        totals = self._waits.totals()
-        return [wait_families(totals)] if totals is not None else []
+            self._left_out.pop(what, None)
 
     def _find_rings(self) -> list[Path]:
         try:
@@ -110,9 +126,6 @@ class RingCollector:
         if ring is None or ring.file != (status.st_dev, status.st_ino):
             self._drop(path)
             ring = self._rings[path] = _OpenRing(RingReader(path), (status.st_dev, status.st_ino))
-        elif status.st_size < ring.reader.layout.file_bytes:
-            # Reading a mapping beyond the end of its file kills the process with SIGBUS.
-            raise RingError(path, f"truncated: {status.st_size} of {ring.reader.layout.file_bytes} bytes")
         identity = ring.reader.identity
         return identity.coordinates.global_rank, rank_families(identity, ring.reader.totals())
 

@@ -23,6 +23,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
+from vllm_k25_instrument.export.unattributed import UnattributedTotals
 from vllm_k25_instrument.export.waits import WaitTotals
 from vllm_k25_instrument.hooks.names import HOOK_NAMES
 from vllm_k25_instrument.hooks.point import HookState
@@ -138,6 +139,18 @@ ALIGNMENT_SKIPPED: Final = Family(
     ("reason",),
     "Sampled steps of a tensor-parallel group whose all-reduces were not lined up over its ranks.",
 )
+UNATTRIBUTED: Final = Family(
+    PREFIX + "unattributed_seconds_total",
+    ("phase", "position"),
+    "Unattributed time in seconds by its position between hooked ranges, inferred, over all ranks; of the steps that "
+    "unattributed_steps_total counts, some of the sampled ones. What has no position is unnamed; all add up to what is "
+    "unattributed in those steps.",
+)
+UNATTRIBUTED_STEPS: Final = Family(
+    PREFIX + "unattributed_steps_total",
+    ("phase",),
+    "Sampled steps, of all ranks, whose unattributed time was taken apart by position.",
+)
 STEPS: Final = Family(PREFIX + "steps_total", ("rank", "phase"), "Executed model steps; idle calls are not steps.")
 STEPS_SAMPLED: Final = Family(
     PREFIX + "steps_sampled_total", ("rank", "phase"), "Executed model steps whose ranges were timed and recorded."
@@ -197,6 +210,8 @@ class _Families:
         self.slowest_rank = SLOWEST_RANK.counter()
         self.alignment_steps = ALIGNMENT_STEPS.counter()
         self.alignment_skipped = ALIGNMENT_SKIPPED.counter()
+        self.unattributed = UNATTRIBUTED.counter()
+        self.unattributed_steps = UNATTRIBUTED_STEPS.counter()
         self.steps = STEPS.counter()
         self.steps_sampled = STEPS_SAMPLED.counter()
         self.samples_lost = SAMPLES_LOST.counter()
@@ -238,8 +253,19 @@ def wait_families(totals: WaitTotals) -> list[Metric]:
     return list(families.in_order())
 
 
+def unattributed_families(totals: UnattributedTotals) -> list[Metric]:
+    """The families of what is between the hooked ranges, filled; the others are empty."""
+    families = _Families()
+    for phase_code, steps in totals.steps.items():
+        phase = PHASES[phase_code]
+        families.unattributed_steps.add_metric((phase,), steps)
+        for position, ns in totals.gaps_ns[phase_code].items():
+            families.unattributed.add_metric((phase, position), seconds(ns))
+    return list(families.in_order())
+
+
 def join_ranks(ranks: Iterable[Sequence[Metric]]) -> list[Metric]:
-    """The families of several ranks of one server, and of what they waited, as one list.
+    """The families of several ranks of one server, and of what concerns all of them, as one list.
 
     ``build_info``, one per server, is the first rank's.
     """

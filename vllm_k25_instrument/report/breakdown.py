@@ -6,12 +6,14 @@ nanoseconds, and in each group the sum of the exclusive times plus unattributed 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final
 
 from vllm_k25_instrument.model import BATCH_LABELS, GRAPH_MODES, PHASES, Category, StepSample
+from vllm_k25_instrument.positions import POSITIONS, Position
 from vllm_k25_instrument.report.caveats import Caveat, CaveatCode, by_rank, format_ranks, is_complete
 from vllm_k25_instrument.report.digest import CategoryTime, GroupKey, StepDigest, digest_step
 from vllm_k25_instrument.report.gpu import GpuFindings
@@ -70,6 +72,13 @@ class Group:
     step_ns: StepTimes
     categories: Mapping[str, CategoryTime]
     unattributed_ns: int
+    between_ns: Mapping[str, int] = field(default_factory=dict)
+    """Parts of `unattributed_ns`, inferred by position (:mod:`vllm_k25_instrument.positions`)."""
+
+    @property
+    def unnamed_ns(self) -> int:
+        """What is left of `unattributed_ns`."""
+        return self.unattributed_ns - sum(self.between_ns.values())
 
     def to_json_dict(self) -> dict[str, Any]:
         """The group as in the schema of the breakdown."""
@@ -85,7 +94,7 @@ class Group:
                 for name, time in self.categories.items()
             },
             "unattributed_ns": self.unattributed_ns,
-        }
+        } | ({"between_ns": dict(self.between_ns)} if self.between_ns else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +169,12 @@ class _GroupSum:
         self.durations: list[int] = []
         self.times: dict[Category, CategoryTime] = {}
         self.unattributed_ns = 0
+        self.between_ns: Counter[Position] = Counter()
 
     def add(self, step: StepDigest) -> None:
         self.durations.append(step.duration_ns)
         self.unattributed_ns += step.unattributed_ns
+        self.between_ns.update(step.between_ns)
         for category, time in step.categories.items():
             so_far = self.times.get(category)
             self.times[category] = time if so_far is None else so_far + time
@@ -178,6 +189,9 @@ class _GroupSum:
             step_ns=StepTimes.of(self.durations),
             categories={name: self.times[Category(name)] for name in names},
             unattributed_ns=self.unattributed_ns,
+            between_ns={
+                str(position): self.between_ns[position] for position in POSITIONS if self.between_ns[position]
+            },
         )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_k25_instrument.model import Category, GraphMode, Phase, StepSample, batch_label, exposed_ns
+from vllm_k25_instrument.positions import Position, gaps_of
 
 
 class GroupKey(NamedTuple):
@@ -46,6 +47,8 @@ class StepDigest:
     duration_ns: int
     complete: bool
     categories: Mapping[Category, CategoryTime]
+    between_ns: Mapping[Position, int] = field(default_factory=dict)
+    """Parts of the unattributed time, named by position; empty where nobody could tell."""
 
     @property
     def unattributed_ns(self) -> int:
@@ -58,8 +61,8 @@ class StepDigest:
         return time.exclusive_ns if time is not None else 0
 
 
-def digest_step(rank: int, sample: StepSample) -> StepDigest:
-    """The digest of `sample`, taken on the global rank `rank`.
+def digest_step(rank: int, sample: StepSample, *, infer: bool = False) -> StepDigest:
+    """The digest of `sample`, taken on the global rank `rank`; `infer`: name the gaps between its ranges, too.
 
     A range that says `unattributed` of itself adds nothing: its time stays part of what nobody has accounted for.
     """
@@ -83,4 +86,5 @@ def digest_step(rank: int, sample: StepSample) -> StepDigest:
             for category in sums
             if category is not Category.UNATTRIBUTED
         },
+        between_ns=gaps_of(sample) if infer and sample.complete else {},
     )

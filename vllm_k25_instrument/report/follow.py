@@ -12,6 +12,7 @@ from pathlib import Path
 from vllm_k25_instrument.instances import Instance, find_rings, list_instances
 from vllm_k25_instrument.liveness import is_held
 from vllm_k25_instrument.model import NS_PER_SECOND, StepSample
+from vllm_k25_instrument.positions import can_infer
 from vllm_k25_instrument.report.breakdown import Source, StepTally
 from vllm_k25_instrument.report.digest import GroupKey, StepDigest, digest_step
 from vllm_k25_instrument.report.rings import Report
@@ -67,11 +68,14 @@ class _RankFeed:
         before = self.reader.overwritten + self.reader.corrupted
         taken = 0
         for sample in self.reader.samples(since=self._next):
-            self.steps.append(digest_step(self.rank, sample))
+            self.steps.append(self._digest(sample))
             taken += 1
             self._forget()
         self._next += taken + self.reader.overwritten + self.reader.corrupted - before
         self._forget()
+
+    def _digest(self, sample: StepSample) -> StepDigest:
+        return digest_step(self.rank, sample, infer=can_infer(self.reader.identity.hooks))
 
     def _forget(self) -> None:
         while self.steps and self.steps[0].start_unix_ns < self.steps[-1].start_unix_ns - self._window_ns:
@@ -84,7 +88,7 @@ class _RankFeed:
         size = _FIRST_LOOK
         while end > oldest:
             first = max(oldest, end - size)
-            earlier = [digest_step(self.rank, s) for s in self._between(first, end)]
+            earlier = [self._digest(s) for s in self._between(first, end)]
             # A sample that is gone makes the slice reach into what was read before.
             found = [step for step in earlier if not found or step.step < found[0].step] + found
             if found and found[0].start_unix_ns < found[-1].start_unix_ns - self._window_ns:

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vllm_k25_instrument.model import NS_PER_SECOND
 from vllm_k25_instrument.palette import category_color
+from vllm_k25_instrument.positions import MEANING
 from vllm_k25_instrument.report import figures
 from vllm_k25_instrument.report.bars import bar_length_ns, segments, ticks
 from vllm_k25_instrument.report.breakdown import category_order
@@ -104,6 +105,7 @@ def to_html(report: Report, *, per_rank: bool = False) -> str:
         percent=figures.percent,
         calls=figures.calls,
         color=category_color,
+        meaning=lambda position: MEANING.get(position, ""),
     )
     views = group_views(report.breakdown, report.slowest)
     gpu = report.breakdown.gpu

@@ -28,7 +28,9 @@ LETTERS: Final[Mapping[str, str]] = {
     Category.MOE_ROUTING: "t",
     Category.MOE_SHARED_EXPERTS: "h",
     Category.MLA_ATTENTION: "A",
+    Category.ATTENTION: "a",
     Category.SAMPLING: "s",
+    Category.SPECULATION: "d",
     Category.INPUT_PREPARATION: "i",
     Category.UNATTRIBUTED: ".",
 }
@@ -147,11 +149,16 @@ def _legend(view: GroupView, colored: bool) -> Table:
     table.add_column("category, mean of the ranks", no_wrap=True)
     for header in ("exclusive µs/step", "% of step", "calls/step", "µs/call"):
         table.add_column(header, justify="right", no_wrap=True)
-    for row in view.rows:
+    for row in view.table_rows:
         mark = "■" if colored else LETTERS.get(row.name, "?")
+        name = (
+            Text(f"  {row.label}", style="dim")
+            if row.inferred
+            else Text.assemble((f"{mark} ", category_color(row.name)), row.name)
+        )
         inclusive = (calls(row.mean.calls), microseconds(row.mean.ns_per_call)) if row.measured else (ABSENT, ABSENT)
         table.add_row(
-            Text.assemble((f"{mark} ", category_color(row.name)), row.name),
+            name,
             microseconds(row.mean.exclusive_ns),
             percent(row.mean.share),
             *inclusive,

@@ -45,6 +45,9 @@ def _lines(report: Report, per_rank: bool) -> Iterator[str]:
         yield f"{view.subtitle}. Percentages are of the step's {span} and use {view.terms.own} time."
         yield ""
         yield from _rank_table(view) if per_rank or len(view.ranks) <= FEW_RANKS else _spread_table(view)
+        if view.inferred:
+            yield ""
+            yield view.inferred_note
         if len(view.ranks) > 1:
             sentence = view.slowest.sentence
             yield ""
@@ -77,10 +80,10 @@ def _rank_table(view: GroupView) -> Iterator[str]:
     marks = {view.slowest.rank: " (slowest)"}
     ranks = [f"rank {rank}{marks.get(rank, '')}: {_own(view)} µs/step (%)" for rank in view.ranks]
     yield from _head(["category", *ranks, f"{_whole(view)} µs/step", "calls/step", "µs/call"])
-    for row in view.rows:
+    for row in view.table_rows:
         cells = [row.cells.get(rank) for rank in view.ranks]
         own = [ABSENT if c is None else f"{microseconds(c.exclusive_ns)} ({percent(c.share)})" for c in cells]
-        yield _row([f"`{row.name}`", *own, *_inclusive(row)])
+        yield _row([f"`{row.label}`", *own, *_inclusive(row)])
     for step in view.step_rows:
         yield _row([step.name, *(microseconds(step.values[rank]) for rank in view.ranks), "", "", ""])
 
@@ -94,10 +97,10 @@ def _spread_table(view: GroupView) -> Iterator[str]:
             *("min", "max", "max at", f"{_whole(view)} µs/step", "calls/step", "µs/call"),
         ]
     )
-    for row in view.rows:
+    for row in view.table_rows:
         own = [microseconds(row.mean.exclusive_ns), percent(row.mean.share)]
         spread = [microseconds(row.lowest_ns), microseconds(row.highest_ns), f"rank {row.highest_rank}"]
-        yield _row([f"`{row.name}`", *own, *spread, *_inclusive(row)])
+        yield _row([f"`{row.label}`", *own, *spread, *_inclusive(row)])
     for step in view.step_rows:
         spread = [microseconds(step.lowest_ns), microseconds(step.highest_ns), f"rank {step.highest_rank}"]
         yield _row([step.name, microseconds(step.mean_ns), "", *spread, "", "", ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from vllm_k25_instrument.positions import can_infer
 from vllm_k25_instrument.report.breakdown import Breakdown, Source, StepTally
 from vllm_k25_instrument.report.caveats import Caveat
 from vllm_k25_instrument.report.digest import GroupKey, digest_step
@@ -46,9 +47,10 @@ def read_rings(
     read = 0
     broken: list[RingError] = []
     for ring in rings.rings:
+        infer = can_infer(ring.identity.hooks)
         try:
             for sample in ring.reader.samples():
-                step = digest_step(ring.rank, sample)
+                step = digest_step(ring.rank, sample, infer=infer)
                 tally.add(step)
                 slowest.add(step)
                 read += 1

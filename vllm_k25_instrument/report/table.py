@@ -46,6 +46,8 @@ class ReportTable:
         if views or findings is None:
             yield Text()
             yield Text((views[0].terms if views else LIVE_TERMS).share_note, style="dim")
+        for note in dict.fromkeys(view.inferred_note for view in views if view.inferred):
+            yield Text(note, style="dim")
         if findings is not None:
             yield from _findings(findings)
 
@@ -158,6 +160,10 @@ def _name(name: str, category: str | None = None) -> Text:
     return Text.assemble(("■ ", category_color(category or name)), name)
 
 
+def _row_name(row: Row) -> Text:
+    return Text(f"  {row.label}", style="dim") if row.inferred else _name(row.name)
+
+
 def _rank_header(view: GroupView, rank: int) -> str:
     mark = " ◀" if view.slowest.rank == rank else ""
     return f"rank {rank}{mark}\n{view.terms.own}\nµs/step"
@@ -171,9 +177,9 @@ def _rank_table(view: GroupView, ranks: Sequence[int]) -> Table:
     _figure(table, f"{'mean' if len(view.ranks) > 1 else ''}\n{view.terms.whole}\nµs/step")
     _figure(table, "\ncalls\n/step")
     _figure(table, "\nµs\n/call")
-    for row in view.rows:
+    for row in view.table_rows:
         figures = [text for rank in ranks for text in _exclusive(row.cells.get(rank))]
-        table.add_row(_name(row.name), *figures, *_inclusive(row), end_section=not row.measured)
+        table.add_row(_row_name(row), *figures, *_inclusive(row), end_section=row is view.table_rows[-1])
     for step in view.step_rows:
         own = [text for rank in ranks for text in (microseconds(step.values[rank]), "")]
         table.add_row(Text(step.name), *own, style="dim" if step.name != "step mean" else "")
@@ -193,13 +199,13 @@ def _spread_table(view: GroupView, *, spread: bool = True) -> Table:
         "\nµs\n/call",
     ):
         _figure(table, header)
-    for row in view.rows:
+    for row in view.table_rows:
         table.add_row(
-            _name(row.name),
+            _row_name(row),
             *_exclusive(row.mean),
             *(_spread(row) if spread else ()),
             *_inclusive(row),
-            end_section=not row.measured,
+            end_section=row is view.table_rows[-1],
         )
     for step in view.step_rows:
         table.add_row(

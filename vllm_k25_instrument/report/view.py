@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from vllm_k25_instrument.model import Category
+from vllm_k25_instrument.positions import INFERRED, POSITIONS, UNNAMED
 from vllm_k25_instrument.report.breakdown import Breakdown, Group, StepTimes, category_order
 from vllm_k25_instrument.report.caveats import format_ranks
 from vllm_k25_instrument.report.digest import GroupKey
 from vllm_k25_instrument.report.figures import batch_text, graph_text
 from vllm_k25_instrument.report.slowest import SlowestRank
+
+INFERRED_MARK = "≈"
 
 FEW_RANKS = 4
 """Up to this many ranks a table has a column for each; beyond, their mean and their spread."""
@@ -78,6 +81,14 @@ class Row:
     measured: bool = True
     """False for what is left over, which has no calls."""
 
+    inferred: bool = False
+    """Whether it is a part of what is left over, named by its position."""
+
+    @property
+    def label(self) -> str:
+        """Its name, marked where it is inferred."""
+        return f"{INFERRED_MARK} {self.name}" if self.inferred else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
@@ -114,6 +125,18 @@ class GroupView:
     step_rows: tuple[StepRow, ...]
     slowest: SlowestRank
     terms: Terms = LIVE_TERMS
+    inferred: tuple[Row, ...] = ()
+    """The last of `rows` taken apart by position, `unnamed` last; empty where that cannot be done."""
+
+    @property
+    def table_rows(self) -> tuple[Row, ...]:
+        """All rows of a table: those that add up to the step, and below the last what it consists of."""
+        return self.rows + self.inferred
+
+    @property
+    def inferred_note(self) -> str:
+        """What the mark of an inferred row means; "" where there is none."""
+        return f"{INFERRED_MARK} part of {self.terms.rest}, {INFERRED}." if self.inferred else ""
 
     @property
     def title(self) -> str:
@@ -153,6 +176,12 @@ def _group_view(key: GroupKey, groups: list[Group], slowest: SlowestRank, terms:
     ]
     rest = {g.rank: _per_step(g, g.unattributed_ns) for g in groups}
     rows.append(replace(_row(terms.rest, rest, groups, step_mean), measured=False))
+    parts: dict[str, dict[int, Cell]] = {}
+    for position in POSITIONS:
+        if any(position in g.between_ns for g in groups):
+            parts[position] = {g.rank: _per_step(g, g.between_ns.get(position, 0)) for g in groups}
+    if parts:
+        parts[UNNAMED] = {g.rank: _per_step(g, g.unnamed_ns) for g in groups}
     return GroupView(
         key=key,
         ranks=tuple(group.rank for group in groups),
@@ -163,6 +192,10 @@ def _group_view(key: GroupKey, groups: list[Group], slowest: SlowestRank, terms:
         ),
         slowest=slowest,
         terms=terms,
+        inferred=tuple(
+            replace(_row(name, cells, groups, step_mean), measured=False, inferred=True)
+            for name, cells in parts.items()
+        ),
     )
 
 
