@@ -393,6 +393,7 @@ def _sum_of_trace(where: str, trace: TraceFigures, tpot_ns: float | None) -> str
 def _sum_live(column: Column) -> Iterator[str]:
     step, tpot, gap = column.over("step_ns"), column.tpot, column.over("gap_ns")
     others, rest = column.over("others_ns"), column.unexplained
+    unsampled = column.over("unsampled_ns")
     if step is None or tpot is None or rest is None or not tpot.mean:
         return
     parts = [f"decode step {time_text(step.mean)}"]
@@ -400,6 +401,8 @@ def _sum_live(column: Column) -> Iterator[str]:
         parts.append(f"between steps (scheduling, sampling on the host, input preparation) {time_text(gap.mean)}")
     if others is not None:
         parts.append(f"other steps on balance {time_text(others.mean)}")
+    if unsampled is not None:
+        parts.append(f"what steps that were not sampled take more {time_text(unsampled.mean)}")
     unmeasured = "" if gap is not None else " (the gap between steps is in it: /metrics does not tell it)"
     yield (
         f"The time per output token at concurrency {column.concurrency}, {time_text(tpot.mean)}, is "

@@ -49,6 +49,7 @@ def _column(column: Column) -> dict[str, Any]:
         "step_ns": _estimate(column.over("step_ns")),
         "between_steps_ns": _estimate(column.over("gap_ns")),
         "other_steps_ns": _estimate(column.over("others_ns")),
+        "unsampled_steps_ns": _estimate(column.over("unsampled_ns")),
         "unexplained_ns": _estimate(column.unexplained),
         "all_reduce_wait_ns": _estimate(column.over("wait_ns")),
         "all_reduce_transfer_ns": _estimate(column.over("transfer_ns")),

@@ -38,8 +38,20 @@ _SAID_OF_SERVERS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    written: int
-    lost: tuple[int, ...]
+    """How a ring stood: samples written, samples lost by reason, executed decode steps and their duration."""
+
+    written: int = 0
+    lost: tuple[int, ...] = (0,) * len(LOST_REASONS)
+    steps: int = 0
+    duration_ns: int = 0
+
+    @classmethod
+    def of(cls, reader: RingReader) -> _Mark:
+        """As it stands now. Raises RingError."""
+        totals = reader.totals()
+        decode = totals.step_duration(_DECODE)
+        lost = tuple(totals.lost(code) for code in range(len(LOST_REASONS)))
+        return cls(reader.written, lost, decode.count, decode.sum_ns)
 
 
 class RingSource:
@@ -56,20 +68,23 @@ class RingSource:
         self._marks = {}
         with _rings(self.instance) as readers:
             for reader in readers:
-                self._marks[reader.path] = _Mark(reader.written, _lost(reader))
+                self._marks[reader.path] = _Mark.of(reader)
 
     def end(self, load: WindowLoad, folder: Path) -> None:
         """Keep the samples of the steps that began within the load's time. Raises CampaignError where there is none."""
         kept = 0
         lost = dict.fromkeys(map(str, LOST_REASONS), 0)
+        steps = duration_ns = 0
         with _rings(self.instance) as readers:
             for reader in readers:
-                mark = self._marks.get(reader.path, _Mark(0, (0,) * len(LOST_REASONS)))
+                mark, now = self._marks.get(reader.path, _Mark()), _Mark.of(reader)
                 packed, details = reader.packed(mark.written, reader.written)
                 mine = [data for data in packed if load.begin_unix_ns <= _start(data) <= load.end_unix_ns]
                 write_samples(folder, reader.identity, details, mine)
                 kept += len(mine)
-                for reason, before, after in zip(LOST_REASONS, mark.lost, _lost(reader), strict=True):
+                steps += now.steps - mark.steps
+                duration_ns += now.duration_ns - mark.duration_ns
+                for reason, before, after in zip(LOST_REASONS, mark.lost, now.lost, strict=True):
                     lost[reason] = max(lost[reason], after - before)
             rings = look_at(readers)
             caveats = [caveat.to_json_dict() for caveat in rings.caveats() if caveat.code in _SAID_OF_SERVERS]
@@ -80,6 +95,7 @@ class RingSource:
                 "instance": self.instance.name,
                 "sample_every": rings.subject.sample_every,
                 "ranks_expected": rings.ranks_expected,
+                "decode": {"steps": steps, "duration_ns": duration_ns},
                 "lost": {reason: count for reason, count in lost.items() if count},
                 "warnings": caveats,
             },
@@ -93,11 +109,6 @@ class RingSource:
 
 def _start(data: bytes) -> int:
     return int(unpack_columns([data])["start_unix_ns"][0])
-
-
-def _lost(reader: RingReader) -> tuple[int, ...]:
-    totals = reader.totals()
-    return tuple(totals.lost(code) for code in range(len(LOST_REASONS)))
 
 
 @contextmanager

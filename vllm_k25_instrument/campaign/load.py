@@ -177,14 +177,16 @@ class VllmBench:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that tells of an error, else its last line at all."""
+    """The last line of a log that is ours or tells of an error, else its last line at all."""
     try:
         lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
         return "no log"
-    lines = [line for line in lines if line and "nanobind" not in line and not line.startswith("- ")]
+    lines = [line.strip("│╭╮╰╯─ ") for line in lines]
+    lines = [line for line in lines if line not in ("", "Error") and "nanobind" not in line and line[:2] != "- "]
+    own = [line for line in lines if line.startswith("vllm-k25 ")]
     errors = [line for line in lines if "Error" in line or "error:" in line]
-    return (errors or lines or ["no output"])[-1][:300]
+    return (own or errors or lines or ["no output"])[-1][:300]
 
 
 def read_bench_result(path: Path, spec: LoadSpec) -> WindowLoad:

@@ -26,7 +26,7 @@ def recipe(say: Callable[[str], None]) -> str:
     say(f"nsys: {found}; on the server's machine:")
     for line in RECIPE:
         say(f"  {line}")
-    raise NotPossibleError(f"{found}: {'; then '.join(RECIPE)}")
+    raise NotPossibleError(f"{found}; `vllm-k25 campaign run --nsys-export FILE` adds an export (docs/campaign.md)")
 
 
 def analyse_export(path: Path, folder: Path) -> str:

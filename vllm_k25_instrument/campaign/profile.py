@@ -9,7 +9,8 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -101,10 +102,10 @@ def stop(server: Server, progress: Progress) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TraceDirectory:
-    """A directory of traces, and what was in it before."""
+    """A directory of traces, and what was in it before: files with their sizes and times."""
 
     path: Path
-    before: frozenset[Path]
+    before: frozenset[tuple[Path, int, int]]
 
     @classmethod
     def look(cls, path: Path) -> TraceDirectory:
@@ -112,12 +113,16 @@ class TraceDirectory:
         return cls(path, frozenset(_files(path)))
 
     def new(self) -> list[Path]:
-        """The files that have come since, sorted."""
-        return sorted(set(_files(self.path)) - self.before)
+        """The files that have come since, sorted; also those written anew, as vLLM does with its tables."""
+        return sorted({path for path, _, _ in set(_files(self.path)) - self.before})
 
 
-def _files(path: Path) -> Iterable[Path]:
-    return (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else ()
+def _files(path: Path) -> Iterator[tuple[Path, int, int]]:
+    for file in path.rglob("*") if path.is_dir() else ():
+        with suppress(OSError):
+            status = file.stat()
+            if file.is_file():
+                yield file, status.st_size, status.st_mtime_ns
 
 
 def wait_until_complete(directory: TraceDirectory, progress: Progress, settle_s: float = _SETTLE_S) -> list[Path]:
@@ -194,9 +199,11 @@ def keep(files: Iterable[Path], folder: Path) -> list[Path]:
     for path in files:
         name = re.sub(rf"^.*(?={_FRONT_END})", "", path.name) if _FRONT_END in path.name else path.name
         target = folder / name
-        try:
-            os.link(path, target)
-        except OSError:
+        # A link would follow a table that the next profile writes over.
+        if is_trace(path):
+            with suppress(OSError):
+                os.link(path, target)
+        if not target.exists():
             shutil.copyfile(path, target)
         kept.append(target)
     return kept

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_k25_instrument.model import BATCH_LABELS, NS_PER_SECOND, Phase, batch_label
 
 _PREFIX: Final = "vllm_k25_"
+_STEP: Final = "vllm_k25_step_duration_seconds"
 _BATCH_STEP: Final = "vllm_k25_batch_step_seconds"
 _BATCH_CATEGORY: Final = "vllm_k25_batch_category_seconds_total"
 _ALL_REDUCE: Final = "vllm_k25_all_reduce_seconds"
@@ -40,6 +41,8 @@ class ScrapeFigures:
     all_reduce_paths: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Path -> calls per step, ns per call."""
     wait_ns: float | None = None
+    unsampled_ns: float | None = None
+    """How much longer all executed decode steps took than the sampled ones, in the mean."""
     graph_modes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -114,6 +117,7 @@ def metrics_figures(before: Path, after: Path, concurrency: int) -> ScrapeFigure
         all_reduce_calls=sum(calls for calls, _ in paths.values()) if paths else None,
         all_reduce_paths=paths,
         wait_ns=_wait(decode),
+        unsampled_ns=_unsampled(decode),
         graph_modes={mode: count for mode, count in graphs.items() if count},
     )
 
@@ -131,6 +135,17 @@ def _paths(grown: Iterable[tuple[dict[str, str], str, float]], sampled: float) -
         for path, count in counts.items()
         if count and sampled
     }
+
+
+def _unsampled(grown: Iterable[tuple[dict[str, str], str, float]]) -> float | None:
+    means = []
+    listed = [(name, value) for labels, name, value in grown if labels.get("phase") == Phase.DECODE]
+    for metric in (_STEP, _BATCH_STEP):
+        steps = sum(value for name, value in listed if name == f"{metric}_count")
+        time = sum(value for name, value in listed if name == f"{metric}_sum")
+        means.append(time * NS_PER_SECOND / steps if steps else None)
+    every, sampled = means
+    return None if every is None or sampled is None else every - sampled
 
 
 def _wait(grown: Iterable[tuple[dict[str, str], str, float]]) -> float | None:

@@ -49,6 +49,7 @@ def _overview(results: Results) -> Sheet:
         ("decode step", lambda column: with_interval(column.over("step_ns"))),
         ("+ between steps", lambda column: with_interval(column.over("gap_ns"))),
         ("+ other steps, on balance", lambda column: with_interval(column.over("others_ns"))),
+        ("+ steps not sampled, against these", lambda column: with_interval(column.over("unsampled_ns"))),
         ("+ unexplained", lambda column: with_interval(column.unexplained)),
         ("= time per output token", lambda column: with_interval(column.tpot)),
         ("time to first token, ms", lambda column: with_interval(column.ttft, lambda ns: f"{ns / 1e6:,.1f}")),
@@ -64,8 +65,9 @@ def _overview(results: Results) -> Sheet:
     return Sheet(
         "Component by concurrency",
         "Exposed time per decode step at full batch, µs, mean over the ranks and the windows ± half of Student's 95 % "
-        "interval over the windows, and share of the step. The categories add up to the decode step; step, gap, other "
-        "steps (prefills in between, partly filled batches) and what is unexplained to the time per output token.",
+        "interval over the windows, and share of the step. The categories add up to the decode step. Step, gap, other "
+        "steps (prefills in between, partly filled batches), what steps that were not sampled take more or less, and "
+        "what is unexplained add up to the time per output token.",
         ("µs", *(f"concurrency {column.concurrency}" for column in columns)),
         tuple(lines),
     )
@@ -105,7 +107,8 @@ def _details(results: Results, column: Column) -> Iterator[Sheet]:
     )
     live = next(window.live for window in column.live if window.live is not None)
     ranks = f"{live.ranks_found} of {live.ranks_expected} ranks"
-    floors = f" No floors: {results.floors_missing}." if results.floors_missing and not column.floors else ""
+    first = column is results.columns[0]
+    floors = f" No floors: {results.floors_missing}." if first and results.floors_missing and not column.floors else ""
     source = "samples of the rings" if live.source == "ring" else "differences of /metrics: means only"
     yield Sheet(
         f"Decode step at concurrency {column.concurrency}",

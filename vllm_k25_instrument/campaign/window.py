@@ -40,8 +40,9 @@ class LiveFigures:
     """The decode steps of a window at its full batch.
 
     `gap_ns` is the device's time from the step before to this one, `others_ns` what steps of other kinds (prefills in
-    between, partly filled batches) make of the time per token, on balance. `wait_ns` and `transfer_ns` are those of a
-    step's all-reduces, mean over the ranks.
+    between, partly filled batches) make of the time per token, on balance, and `unsampled_ns` how much longer all
+    executed decode steps take than the sampled ones, in the mean (less: being sampled costs time). `wait_ns` and `transfer_ns`
+    are those of a step's all-reduces, mean over the ranks.
     """
 
     source: str
@@ -53,6 +54,7 @@ class LiveFigures:
     paths: Mapping[str, Component] = field(default_factory=dict)
     gap_ns: float | None = None
     others_ns: float | None = None
+    unsampled_ns: float | None = None
     wait_ns: float | None = None
     transfer_ns: float | None = None
     graph_modes: Mapping[str, int] = field(default_factory=dict)
@@ -83,7 +85,9 @@ class Window:
         """What is left of the time per output token beside step, gap and other steps; None without a live source."""
         if self.live is None:
             return None
-        return self.tpot_ns - self.live.step_ns - (self.live.gap_ns or 0.0) - (self.live.others_ns or 0.0)
+        live = self.live
+        known = (live.gap_ns, live.others_ns, live.unsampled_ns)
+        return self.tpot_ns - live.step_ns - sum(part for part in known if part is not None)
 
 
 def read_window(folder: Path, concurrency: int, number: int) -> Window:
@@ -97,7 +101,12 @@ def read_window(folder: Path, concurrency: int, number: int) -> Window:
         warnings.append(f"steps that were due for sampling left no sample: {texts}")
     live: LiveFigures | None = None
     if about.get("source") == RING:
-        live = ring_figures(read_samples(folder), ranks_expected=int(about.get("ranks_expected", 0)))
+        executed = about.get("decode") or {}
+        live = ring_figures(
+            read_samples(folder),
+            ranks_expected=int(about.get("ranks_expected", 0)),
+            decode_ns=executed["duration_ns"] / executed["steps"] if executed.get("steps") else None,
+        )
     elif about.get("source") == METRICS:
         live = _of_scrapes(folder, load)
     if live is not None and live.ranks_found < live.ranks_expected:
@@ -126,6 +135,7 @@ def _of_scrapes(folder: Path, load: WindowLoad) -> LiveFigures | None:
         paths={
             path: Component(calls * mean, calls * mean, calls) for path, (calls, mean) in found.all_reduce_paths.items()
         },
+        unsampled_ns=found.unsampled_ns,
         wait_ns=found.wait_ns,
         ranks_found=found.ranks,
         ranks_expected=found.ranks,
@@ -142,8 +152,13 @@ def full_steps(ranks: Sequence[RankSamples]) -> tuple[dict[int, list[StepSample]
     return {rank: samples for rank, samples in full.items() if samples}, every, largest
 
 
-def ring_figures(ranks: Sequence[RankSamples], *, ranks_expected: int) -> LiveFigures | None:
-    """The figures of the samples of a window; None where no decode step was sampled."""
+def ring_figures(
+    ranks: Sequence[RankSamples], *, ranks_expected: int, decode_ns: float | None = None
+) -> LiveFigures | None:
+    """The figures of the samples of a window; None where no decode step was sampled.
+
+    `decode_ns`: mean duration of all decode steps that were executed in it, sampled or not.
+    """
     full, every, largest = full_steps(ranks)
     if not full:
         return None
@@ -168,6 +183,7 @@ def ring_figures(ranks: Sequence[RankSamples], *, ranks_expected: int) -> LiveFi
         paths={path: _mean([found.get(path) for _, found in of_ranks]) for path in paths},
         gap_ns=fmean(gaps),
         others_ns=fmean(with_all) - base if with_all else None,
+        unsampled_ns=None if decode_ns is None else decode_ns - _decode_mean(every),
         wait_ns=None if waits is None else waits[0],
         transfer_ns=None if waits is None else waits[1],
         graph_modes=graphs,
@@ -175,6 +191,10 @@ def ring_figures(ranks: Sequence[RankSamples], *, ranks_expected: int) -> LiveFi
         ranks_expected=max(ranks_expected, len(full)),
         overhead_ns=fmean(s.overhead_ns for samples in full.values() for s in samples),
     )
+
+
+def _decode_mean(every: Mapping[int, Sequence[StepSample]]) -> float:
+    return fmean(s.duration_ns for samples in every.values() for s in samples if s.phase is Phase.DECODE)
 
 
 def _per_token(samples: Iterable[StepSample], largest: int) -> float | None:
