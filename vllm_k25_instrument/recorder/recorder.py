@@ -290,7 +290,13 @@ class Recorder:
             return
         try:
             while pending and self.device.completed(pending[0].end):
-                self._finish(pending.popleft())
+                step = pending.popleft()
+                try:
+                    self._finish(step)
+                except Exception as error:  # this step's, and not that of the step which is being begun or ended
+                    if step.sampled and not step.aborted:
+                        self._lose(LostReason.ERROR)
+                    self.on_error(None, error)
         finally:
             self._publish()
 
