@@ -19,7 +19,10 @@ FAMILIES: Final[dict[str, tuple[str, frozenset[str]]]] = {
     "vllm_k25_step_host_seconds": ("histogram", frozenset({"rank", "phase"})),
     "vllm_k25_step_category_seconds": ("histogram", frozenset({"rank", "phase", "category"})),
     "vllm_k25_batch_step_seconds": ("summary", frozenset({"rank", "phase", "graph_mode", "batch"})),
-    "vllm_k25_batch_category_seconds_total": ("counter", frozenset({"rank", "phase", "graph_mode", "batch", "category"})),
+    "vllm_k25_batch_category_seconds_total": (
+        "counter",
+        frozenset({"rank", "phase", "graph_mode", "batch", "category"}),
+    ),
     "vllm_k25_all_reduce_seconds": ("histogram", frozenset({"rank", "path"})),
     "vllm_k25_all_reduce_bytes_total": ("counter", frozenset({"rank", "path", "size"})),
     "vllm_k25_all_reduce_transfer_seconds": ("histogram", frozenset({"path"})),

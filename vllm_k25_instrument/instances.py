@@ -18,6 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from typing import Final
 
 from vllm_k25_instrument.liveness import hold, is_held
@@ -25,6 +26,7 @@ from vllm_k25_instrument.ring import RING_SUFFIX, ring_paths
 
 INSTANCE_VARIABLE: Final = "K25_INSTANCE"
 _OWNER_FILE: Final = "instance.lock"
+_ENGINE_FILE: Final = "engine"
 _NAME: Final = re.compile(r"\d{8}T\d{6}(-\d+)+")
 _ABANDONED_S: Final = 3600
 
@@ -81,7 +83,37 @@ def ensure_private_directory(path: Path) -> None:
         raise PermissionError(1, f"belongs to user {status.st_uid}, not to {os.getuid()}", str(path))
     if status.st_mode & 0o077:
         _check_that_nobody_else_needs_it(path, stat.S_IMODE(status.st_mode))
-        path.chmod(0o700)
+        _close_to_others(path)
+
+
+def _close_to_others(path: Path) -> None:
+    """Give the directory mode 0700; never a thing that somebody has put in its place since it was looked at."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fchmod(fd, 0o700)
+    finally:
+        os.close(fd)
+
+
+def check_default_is_ours(path: Path) -> None:
+    """Raise PermissionError where `path` is the default ring directory and somebody else's, or a link.
+
+    Its name can be foretold and its parent is there for everybody, so that another user may have made it: what lies in
+    it is then no ring of ours. A directory that was named outright is its reader's own choice.
+    """
+    if path != default_ring_directory():
+        return
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(
+            errno.EPERM,
+            f"is a link or a file, or belongs to another user (its owner is user {status.st_uid}): not read, name "
+            "another directory with K25_RING_DIR",
+            str(path),
+        )
 
 
 def _check_that_nobody_else_needs_it(path: Path, mode: int) -> None:
@@ -94,7 +126,7 @@ def _check_that_nobody_else_needs_it(path: Path, mode: int) -> None:
 
 
 def _is_made_by_us(path: Path) -> bool:
-    return path.name == _OWNER_FILE or path.suffix in (RING_SUFFIX, ".partial") or _is_instance(path)
+    return path.name in (_OWNER_FILE, _ENGINE_FILE) or path.suffix in (RING_SUFFIX, ".partial") or _is_instance(path)
 
 
 def _is_instance(path: Path) -> bool:
@@ -127,6 +159,58 @@ def create_instance(directory: Path, keep: int) -> tuple[Instance, int]:
     except OSError:
         shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def join_instance(directory: Path, name: str, keep: int) -> tuple[Instance, int | None]:
+    """The instance `name` that several processes share, none of which has started the others; the first one owns it.
+
+    Else as `create_instance`. The descriptor is None where another process is the owner.
+    """
+    ensure_private_directory(directory)
+    remove_dead_instances(directory, keep)
+    instance = open_instance(directory, name)
+    owner = instance.path / _OWNER_FILE
+    with contextlib.suppress(FileExistsError):
+        if not owner.exists():
+            return instance, _hold_new_file(owner)
+    return instance, None
+
+
+def launched_together() -> str:
+    """Name of the instance of the processes that torchrun has started together with this one; "" without torchrun.
+
+    They have a parent in common, and its start time. Raises OSError where /proc does not tell.
+    """
+    if not {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"} <= os.environ.keys():
+        return ""
+    parent = os.getppid()
+    # The name before the fields is in parentheses and may hold any character. Start time: field 22, ticks since boot.
+    ticks = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19])
+    (booted,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+    started = int(booted.split()[1]) + ticks // os.sysconf("SC_CLK_TCK")
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(started))}-{parent}" + (f"-{restarts}" if restarts else "")
+
+
+def instance_of_engine(directory: Path, name: str, engine: str) -> str:
+    """The instance for the workers of `engine`, in a server whose instance is `name`: that, for the first engine.
+
+    Another engine that the same process has started gets ``name-2``: its ranks count from 0 too. Raises OSError.
+    """
+    for attempt in itertools.count(1):
+        candidate = name if attempt == 1 else f"{name}-{attempt}"
+        claim = open_instance(directory, candidate).path / _ENGINE_FILE
+        partial = claim.with_name(f"{_ENGINE_FILE}-{os.getpid()}-{get_ident()}.partial")
+        partial.write_text(engine)
+        try:
+            os.link(partial, claim)  # the file appears whole, and once
+        except FileExistsError:
+            if claim.read_text() != engine:
+                continue
+        finally:
+            partial.unlink()
+        return candidate
+    raise AssertionError
 
 
 def _make_folder(directory: Path) -> Path:
@@ -167,13 +251,16 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def remove_dead_instances(directory: Path, keep: int) -> list[str]:
-    """Remove the folders of dead instances but for the `keep` most recent; returns the names removed.
+    """Remove the folders of dead instances but for the `keep` most recent with rings; returns the names removed.
 
     Folders with names that we do not give (rings that somebody has put aside) are left alone.
     """
     dead = [instance for instance in list_instances(directory) if _NAME.fullmatch(instance.name) and not instance.alive]
+    # A process that loads vLLM's plugins to look a model up leaves an instance without rings: no flight recorder.
+    empty = [instance for instance in dead if not ring_paths(instance.path)]
+    recorders = [instance for instance in dead if instance not in empty]
     removed = []
-    for path in [*(instance.path for instance in dead[keep:]), *_abandoned(directory)]:
+    for path in [*(instance.path for instance in (*recorders[keep:], *empty)), *_abandoned(directory)]:
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists():
             removed.append(path.name)
@@ -197,8 +284,9 @@ def find_rings(path: Path) -> Path:
     """What a user means by `path`: a ring, an instance's folder, or a ring directory's best instance.
 
     Of a ring directory the most recent living instance is taken, else the most recent dead one. Raises
-    FileNotFoundError where there is no ring at all.
+    FileNotFoundError where there is no ring at all, and PermissionError as `check_default_is_ours`.
     """
+    check_default_is_ours(path)
     if not path.exists():
         raise FileNotFoundError(2, "no such file or directory", str(path))
     if path.is_file() or ring_paths(path):

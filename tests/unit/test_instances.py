@@ -8,7 +8,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,9 @@ from vllm_k25_instrument.instances import (
     default_ring_directory,
     ensure_private_directory,
     find_rings,
+    instance_of_engine,
+    join_instance,
+    launched_together,
     list_instances,
     open_instance,
     remove_dead_instances,
@@ -295,6 +300,14 @@ def test_the_living_are_not_removed_however_old_and_do_not_count_among_those_kep
         os.close(fd)
 
 
+def test_dead_instances_without_rings_are_removed_first_and_take_no_recorders_place(directory):
+    recorder = make_dead(directory, dead_name(1), age_s=100)
+    empty = open_instance(directory, dead_name(2)).path
+    (empty / "instance.lock").touch()
+    assert remove_dead_instances(directory, 1) == [dead_name(2)]
+    assert recorder.exists()
+
+
 def test_rings_put_aside_under_another_name_are_not_removed(directory):
     make_dead(directory, "the-slow-night-of-may")
     make_dead(directory, dead_name(1))
@@ -410,6 +423,53 @@ def test_where_there_are_no_rings_that_is_said(directory, make):
     make(directory)
     with pytest.raises(FileNotFoundError, match=r"no rings here|no such file"):
         find_rings(directory)
+
+
+# --- processes that did not start each other, engines of one process --------------------------------------
+
+
+def test_the_first_of_those_that_join_owns_the_instance(directory):
+    first, fd = join_instance(directory, dead_name(1), keep=1)
+    second, none = join_instance(directory, dead_name(1), keep=1)
+    assert fd is not None
+    assert none is None
+    assert first == second
+    assert first.alive
+    os.close(fd)
+    assert not first.alive
+
+
+def test_processes_with_one_parent_that_is_torchrun_are_together(directory, monkeypatch):
+    code = """
+        import time
+        from vllm_k25_instrument.instances import launched_together
+        print(launched_together())
+    """
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"}
+    first, again, restarted = (
+        run_python(textwrap.dedent(code), **torchrun | more).stdout.strip()
+        for more in ({}, {"LOCAL_RANK": "1"}, {"TORCHELASTIC_RESTART_COUNT": "2"})
+    )
+    assert first == again
+    assert re.fullmatch(rf"\d{{8}}T\d{{6}}-{os.getpid()}", first)
+    assert restarted == f"{first}-2"
+    assert launched_together() == ""
+
+
+def test_each_engine_of_a_process_has_an_instance_of_its_own_and_its_workers_share_it(directory):
+    name = dead_name(1)
+    asked = ["one", "one", "two", "three", "two", "one"]
+    found = [instance_of_engine(directory, name, engine) for engine in asked]
+    assert found == [name, name, f"{name}-2", f"{name}-3", f"{name}-2", name]
+    assert sorted(path.name for path in (directory / name).iterdir()) == ["engine"]
+
+
+def test_workers_that_ask_at_the_same_moment_agree(directory):
+    with ThreadPoolExecutor(8) as pool:
+        for n in range(20):
+            names = list(pool.map(lambda engine, n=n: instance_of_engine(directory, dead_name(n), engine), "abababab"))
+            assert len(set(names)) == 2
+            assert len(set(names[::2])) == len(set(names[1::2])) == 1
 
 
 # --- locks -------------------------------------------------------------------------------------------------

@@ -153,6 +153,22 @@ def test_another_thread_that_waits_makes_no_sample(bench: Bench) -> None:
     assert bench.ring_written() == 2
 
 
+def test_all_that_a_draft_model_does_is_one_range_of_speculation(bench: Bench) -> None:
+    speculation, all_reduce = POINTS[Category.SPECULATION], POINTS[Category.ALL_REDUCE]
+    attention = POINTS[Category.MLA_ATTENTION]
+    bench.recorder.begin_step(decode())
+    bench.call(attention, 10)
+    bench.call(speculation, 5, lambda: bench.call(attention, 20, lambda: bench.call(all_reduce, 3)))
+    bench.call(all_reduce, 7)
+    bench.recorder.end_step()
+    (sample,) = bench.samples()
+    assert [(r.category, r.duration_ns) for r in sample.ranges] == [
+        (Category.MLA_ATTENTION, 10),
+        (Category.SPECULATION, 28),
+        (Category.ALL_REDUCE, 7),
+    ]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_conservation_holds_for_any_nesting(tmp_path: Path, seed: int) -> None:
     bench = Bench(tmp_path)

@@ -98,7 +98,7 @@ def write_tiny_k25(
 
     out.mkdir(parents=True, exist_ok=True)
     marker.unlink(missing_ok=True)
-    token_ids = _write_tokenizer(out)
+    token_ids = write_tokenizer(out)
     _write_json(out / "config.json", _config(arch, shape, token_ids))
     _write_json(
         out / "generation_config.json",
@@ -133,7 +133,7 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1))
 
 
-def _write_tokenizer(out: Path) -> dict[str, int]:
+def write_tokenizer(out: Path) -> dict[str, int]:
     """A byte-level tokenizer without merges, with Kimi's special tokens; returns the ids of those."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

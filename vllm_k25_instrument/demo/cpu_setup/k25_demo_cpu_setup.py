@@ -4,6 +4,9 @@ vLLM's CPU experts (`CPUExpertsInt4`) refuse INT4 weights in groups of 32, DeepS
 AMX, though their kernel computes all three right. This lifts those refusals. Where the kernel itself is missing
 (it is built for processors with AVX-512 BF16 only), the experts are dequantized and computed with plain torch.
 
+It also adds what expert parallelism needs and that build lacks: its experts crash on a token whose expert is another
+rank's, and its communicator cannot gather batches of different sizes.
+
 With ``K25_DEMO_OPAQUE_OPS=1`` it also makes the compiled CPU model behave as the CUDA one does: MoE and all-reduce
 stay opaque custom operators, whose Python bodies run at run time, instead of being traced into the graph.
 
@@ -14,6 +17,7 @@ imported early, so that those see vLLM's modules arrive in their usual order.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any, Final
@@ -39,6 +43,8 @@ def register() -> None:
         return
     _registered = True
     wrapt.register_post_import_hook(_allow_int4_experts, _CPU_MOE)
+    wrapt.register_post_import_hook(_allow_experts_elsewhere, _CPU_MOE)
+    wrapt.register_post_import_hook(_add_ragged_collectives, _CPU_COMMUNICATOR)
     if os.environ.get("K25_DEMO_OPAQUE_OPS") == "1":
         wrapt.register_post_import_hook(_keep_moe_opaque, _MOE_RUNNER)
         wrapt.register_post_import_hook(_use_custom_op_collectives, _CPU_PLATFORM)
@@ -135,6 +141,56 @@ def _apply_in_torch(_wrapped: _Wrapped, _: Any, args: _Arguments, kwargs: _Keywo
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     output, *rest = (given[name] for name in names)
     output.copy_(experts_in_torch(*rest))
+
+
+# --- expert parallelism ----------------------------------------------------------------------------------
+
+
+def _allow_experts_elsewhere(module: Any) -> None:
+    for experts in ("CPUUnquantizedExperts", "CPUExpertsInt4"):
+        wrapt.wrap_function_wrapper(module, f"{experts}.apply", _apply_own_experts)
+
+
+def _apply_own_experts(wrapped: _Wrapped, _: Any, args: _Arguments, kwargs: _Keywords) -> Any:
+    """Experts of other ranks are computed as the first of ours, with weight zero."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    given = bound.arguments
+    if given["expert_map"] is not None:
+        local = given["expert_map"][given["topk_ids"].long()]
+        given["topk_ids"] = local.clamp(min=0).to(given["topk_ids"].dtype)
+        given["topk_weights"] = given["topk_weights"].masked_fill(local < 0, 0)
+        given["expert_map"] = None
+    return wrapped(*bound.args, **bound.kwargs)
+
+
+def _add_ragged_collectives(module: Any) -> None:
+    module.CpuCommunicator.all_gatherv = _all_gatherv
+    module.CpuCommunicator.reduce_scatterv = _reduce_scatterv
+
+
+def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    import torch
+
+    if isinstance(input_, list):
+        return [_all_gatherv(self, tensor, dim, sizes) for tensor in input_]
+    shapes = [(size, *input_.shape[1:]) for size in sizes or [input_.shape[0]] * self.world_size]
+    parts = [input_.new_empty(shape) for shape in shapes]
+    # Gloo gathers equal sizes only, so each rank sends its own to all.
+    for rank, part in enumerate(parts):
+        if rank == self.rank_in_group:
+            part.copy_(input_)
+        torch.distributed.broadcast(part, src=self.ranks[rank], group=self.device_group)
+    return torch.cat(parts, dim=dim)
+
+
+def _reduce_scatterv(self: Any, input_: Any, dim: int = -1, sizes: list[int] | None = None) -> Any:
+    import torch
+
+    whole = input_.contiguous().clone()
+    torch.distributed.all_reduce(whole, group=self.device_group)
+    counts = sizes or [whole.shape[0] // self.world_size] * self.world_size
+    begin = sum(counts[: self.rank_in_group])
+    return whole[begin : begin + counts[self.rank_in_group]].clone()
 
 
 # --- opaque operators, as on CUDA ------------------------------------------------------------------------
