@@ -7,12 +7,11 @@ Layout (little-endian, format 1)::
     ...    totals: cumulative counters (see totals.py)
     ...    slots: each a sequence number, a length, a CRC-32 and the bytes of one StepSample
 
-Protocol. The n-th sample (from 0) goes to slot ``n % slots``. The writer sets the slot's sequence to
-``2n + 1``, writes, sets it to ``2n + 2``, and then raises the preamble's number of samples. It takes no lock
-and never waits. A reader copies a slot in one go and checks sequence and CRC, so that it never returns a torn
-sample, not even of a writer that was killed in the middle of one. The metadata are written to the older of two
-copies, so that a writer killed meanwhile leaves the newer one whole. The counters are kept in the writer's own
-memory, and published as a whole at the end of a step.
+Protocol. The n-th sample (from 0) goes to slot ``n % slots``, in one call, with the sequence number ``2n + 2``; then
+the writer raises the preamble's number of samples. It takes no lock and never waits. A reader copies a slot in one
+go and checks sequence and CRC, so that it never returns a torn sample, not even of a writer that was killed in the
+middle of one. The metadata are written to the older of two copies, so that a writer killed meanwhile leaves the
+newer one whole. The counters are kept in the writer's own memory, and published as a whole at the end of a step.
 
 Neither end maps the file: a mapping of a file that somebody cuts short (``cp`` or ``>`` onto it is enough) is
 death by SIGBUS, for the worker as well as for the API server that answers /metrics. ``pwrite`` and ``pread``
@@ -34,10 +33,10 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vllm_k25_instrument.liveness import hold, is_held
 from vllm_k25_instrument.log import logger
@@ -50,6 +49,7 @@ from vllm_k25_instrument.model import (
     StepSample,
     unpack_sample,
 )
+from vllm_k25_instrument.plain_text import one_line
 from vllm_k25_instrument.totals import FINGERPRINT, TOTALS_BYTES, Totals, TotalsWriter
 
 MAGIC: Final = b"K25RING\0"
@@ -71,7 +71,10 @@ _WORD: Final = _SEQUENCE.size
 _MAX_SLOT_BYTES: Final = -(-(_HEAD.size + SAMPLE_BYTES + MAX_RANGES * RANGE_BYTES) // 64) * 64
 
 MIN_SLOTS: Final = 16
+MAX_SLOTS: Final = 1_000_000
 MAX_DETAILS: Final = 1024
+MAX_RANKS: Final = 65_536
+"""Of one server. No more are believed: readers list the ranks that are missing."""
 DEFAULT_SAMPLES: Final = 4096
 DEFAULT_BYTES: Final = 64 * 1024 * 1024
 
@@ -93,7 +96,8 @@ class RingLayout:
     slot_bytes: int
 
     def __post_init__(self) -> None:
-        if self.slots < 1 or self.slot_bytes < _HEAD.size + SAMPLE_BYTES or self.slot_bytes % _WORD:
+        least = _HEAD.size + SAMPLE_BYTES
+        if not (0 < self.slots <= MAX_SLOTS and least <= self.slot_bytes <= _MAX_SLOT_BYTES) or self.slot_bytes % _WORD:
             raise ValueError(f"{self.slots} slots of {self.slot_bytes} bytes")
 
     @property
@@ -196,8 +200,7 @@ class RingWriter:
         self._mend()
         n = self._written
         at = self.layout.slots_offset + (n % self.layout.slots) * self.layout.slot_bytes
-        self._write(at, _HEAD.pack(2 * n + 1, size, zlib.crc32(sample)) + sample)
-        self._write(at, _SEQUENCE.pack(2 * n + 2))
+        self._write(at, _HEAD.pack(2 * n + 2, size, zlib.crc32(sample)) + sample)
         self._written = n + 1
         self._write(_WRITTEN_OFFSET, _SEQUENCE.pack(n + 1))
         return True
@@ -343,7 +346,7 @@ class RingReader:
                 try:
                     self._identity, self._details = _parse_metadata(document)
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    reason = f"unreadable metadata ({error})"
+                    reason = one_line(f"unreadable metadata ({error})")
                 else:
                     self._metadata_sequence = newest
                     return
@@ -452,21 +455,39 @@ class RingReader:
 
 
 def _parse_metadata(document: bytes) -> tuple[RankIdentity, list[str]]:
-    """Identity and table of details. Raises ValueError, KeyError, TypeError or RecursionError where it is neither."""
+    """Identity and table of details, all text in them fit to be shown.
+
+    Raises ValueError, KeyError, TypeError or RecursionError where it is neither.
+    """
     parsed = json.loads(document)
     identity = RankIdentity(
         **{**parsed["identity"], "coordinates": RankCoordinates(**parsed["identity"]["coordinates"])}
     )
     details = parsed["details"]
-    if not isinstance(details, list) or not isinstance(identity.hooks, dict):
+    if not isinstance(details, list) or not all(isinstance(table, dict) for table in (identity.hooks, identity.layers)):
         raise TypeError("tables of another type")
     for record in (identity, identity.coordinates):
         for name, kind in _plain_fields(type(record)):
             if type(getattr(record, name)) is not kind:
                 raise TypeError(f"{name} of another type")
+            if kind is int and not _LEAST.get(name, 0) <= getattr(record, name) < 1 << 63:
+                raise ValueError(f"{name} out of range")
+    if max(identity.coordinates.global_rank + 1, identity.coordinates.world_size) > MAX_RANKS:
+        raise ValueError(f"more than {MAX_RANKS} ranks")
     if not all(isinstance(word, str) for table in (identity.hooks.items(), [details]) for row in table for word in row):
         raise TypeError("tables of another type")
-    return identity, details
+    texts: dict[str, Any] = {
+        name: one_line(getattr(identity, name)) for name, kind in _plain_fields(RankIdentity) if kind is str
+    }
+    hooks = {one_line(name): one_line(state) for name, state in identity.hooks.items()}
+    if not all(type(count) is int and count >= 0 for count in identity.layers.values()):
+        raise TypeError("numbers of layers of another type")
+    layers = {one_line(kind): count for kind, count in identity.layers.items()}
+    return replace(identity, hooks=hooks, layers=layers, **texts), [one_line(detail) for detail in details]
+
+
+_LEAST: Final = {"ep": -1, "tp_size": 1, "pp_size": 1, "dp_size": 1, "sample_every": 1}
+"""Of the identity's numbers; of all others it is 0."""
 
 
 def _plain_fields(record: type[RankIdentity | RankCoordinates]) -> Iterator[tuple[str, type]]:

@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from vllm_k25_instrument.instances import INSTANCE_VARIABLE, default_ring_directory
 from vllm_k25_instrument.model import HOOKED_CATEGORIES, Category
-from vllm_k25_instrument.ring import DEFAULT_BYTES, DEFAULT_SAMPLES, MIN_SLOTS
+from vllm_k25_instrument.ring import DEFAULT_BYTES, DEFAULT_SAMPLES, MAX_SLOTS, MIN_SLOTS
 
 PREFIX: Final = "K25_"
 _DEMO_PREFIX: Final = "K25_DEMO_"
@@ -54,7 +54,7 @@ class Settings(BaseSettings):
         "Default: `/dev/shm/vllm_k25-<uid>`.",
     )
     ring_samples: int = Field(
-        DEFAULT_SAMPLES, ge=MIN_SLOTS, le=1_000_000, description="Sampled steps that a rank's ring holds at most."
+        DEFAULT_SAMPLES, ge=MIN_SLOTS, le=MAX_SLOTS, description="Sampled steps that a rank's ring holds at most."
     )
     ring_bytes: int = Field(
         DEFAULT_BYTES,

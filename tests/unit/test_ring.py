@@ -198,8 +198,13 @@ def test_a_ring_whose_identity_is_too_long_is_not_made(tmp_path):
 
 
 def test_names_in_any_script_come_back(tmp_path):
-    ring = make_ring(tmp_path, model="模型/😀\x00\n\"'")
-    assert RingReader(ring.path).identity.model == "模型/😀\x00\n\"'"
+    ring = make_ring(tmp_path, model="模型/😀 \"'")
+    assert RingReader(ring.path).identity.model == "模型/😀 \"'"
+
+
+def test_what_a_terminal_would_obey_and_what_is_no_text_come_back_as_signs(tmp_path):
+    ring = make_ring(tmp_path, model="a\nb\x1b[31m\x00\udc80\u202e")
+    assert RingReader(ring.path).identity.model == "a b\ufffd[31m\ufffd\ufffd\ufffd"
 
 
 def test_hooks_and_details_may_come_from_two_threads(ring):
@@ -282,7 +287,9 @@ def test_a_ring_of_another_version_names_both_versions(ring, change):
         ({"slots": 0}, "corrupted: 0 slots"),
         ({"slot_bytes": 0}, "corrupted: 16 slots of 0 bytes"),
         ({"slot_bytes": 4095}, "corrupted: 16 slots of 4095 bytes"),
-        ({"slots": 0xFFFFFFFF, "slot_bytes": 0xFFFFFFF8}, "truncated"),
+        ({"slots": 0xFFFFFFFF}, "corrupted: 4294967295 slots"),
+        ({"slot_bytes": 0xFFFFFFF8}, "corrupted: 16 slots of 4294967288 bytes"),
+        ({"slots": 1_000_000}, "truncated"),
         ({"slots": 17}, "truncated"),
     ],
 )

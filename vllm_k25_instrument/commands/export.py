@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_k25_instrument.instances import check_default_is_ours
+from vllm_k25_instrument.plain_text import one_line
 from vllm_k25_instrument.settings import SettingsError, load_settings
 
 if TYPE_CHECKING:
@@ -64,12 +66,16 @@ def export(
     """
     from vllm_k25_instrument.export.stopping import stop_signals, wait_for_stop
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    _log_plainly()
     try:
         settings = load_settings()
     except SettingsError as error:
         raise _failure(str(error)) from None
     directory = _existing(rings) if rings is not None else settings.ring_dir
+    try:
+        check_default_is_ours(directory)
+    except PermissionError as error:
+        raise _failure(f"{directory}: {error.strerror}") from None
     path = _instance(directory, instance) if instance is not None else directory
 
     otlp = otlp or otlp_ranges
@@ -141,6 +147,20 @@ def _instance(directory: Path, name: str) -> Path:
     return path
 
 
+class _OneLine(logging.Formatter):
+    """Messages quote rings, folders and collectors: a log must not take orders, or a second line, from them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = one_line(record.getMessage())
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _log_plainly() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
 def _failure(message: str) -> typer.Exit:
-    typer.echo(message, err=True)
+    typer.echo(one_line(message), err=True)
     return typer.Exit(1)

@@ -15,6 +15,7 @@ from rich.live import Live
 
 from vllm_k25_instrument.commands.documents import fail
 from vllm_k25_instrument.commands.terminal import FRAME_WIDTH, Terminal, messages
+from vllm_k25_instrument.instances import check_default_is_ours
 from vllm_k25_instrument.report.follow import Follower, ServerState, Snapshot
 from vllm_k25_instrument.report.live import Frame
 from vllm_k25_instrument.settings import SettingsError, load_settings
@@ -58,8 +59,11 @@ def top(
     errors = messages()
     try:
         path = load_settings().ring_dir if rings is None else rings
+        check_default_is_ours(path)
     except SettingsError as error:
         fail(errors, COMMAND, Exit.USAGE, str(error))
+    except PermissionError as error:
+        fail(errors, COMMAND, Exit.USAGE, f"{path}: {error.strerror}")
     follower = Follower(path, window)
     shown = frozenset(rank or ())
 
