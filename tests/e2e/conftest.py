@@ -23,6 +23,7 @@ from vllm_k25_instrument.model import StepSample
 from vllm_k25_instrument.ring import RingReader, open_rings
 
 READY_SECONDS = 400
+SLOW, LATE_MS = 1, 5  # of the server `slowed`: which rank, and by how much
 DATA = Path(__file__).parent.parent / "data"
 
 PROMPTS = ("The capital of France is", "a", "0123456789 " * 20, "expert parallelism, " * 9)
@@ -170,4 +171,26 @@ def every_step(launch: Launch, nvtx_logger: Path, tmp_path_factory: pytest.TempP
 def default_sampling(launch: Launch) -> Iterator[Running]:
     """The plugin on, everything else as it comes."""
     with launch("default_sampling", K25_INSTRUMENT="1") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def lateness(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the slow rank writes down, call by call, how late it really was."""
+    return tmp_path_factory.mktemp("slow") / "late_ns"
+
+
+@pytest.fixture(scope="session")
+def slowed(launch: Launch, lateness: Path) -> Iterator[Running]:
+    """Every step sampled, and one rank comes late to every all-reduce."""
+    with launch(
+        "slow_rank",
+        plugin_path=DATA / "slow_plugin",
+        K25_INSTRUMENT="1",
+        K25_SAMPLE_EVERY="1",
+        SLOW_RANK=str(SLOW),
+        SLOW_MS=str(LATE_MS),
+        SLOW_LOG=str(lateness),
+    ) as running:
+        running.client.complete(PROMPTS[0])  # what is slow the first time is slow on both ranks
         yield running

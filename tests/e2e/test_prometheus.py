@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import socket
 import subprocess
 import threading
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 
+from tests.e2e.prometheus import eventually, get, program, running_prometheus
 from tests.export_rings import EXPORT, STEP_NS, make_ring, split, touch_everything
 from tests.exposition import assert_exposition_is_sound, our_samples
 from vllm_k25_instrument.export.collector import RingCollector
@@ -25,41 +19,6 @@ RANKS = 2
 WRITER_PERIOD = 0.005
 SCRAPE_SECONDS = 1
 DECODE, FULL = 0, 2
-
-
-def program(name):
-    """A program of the Debian package `prometheus`; CI has it, elsewhere its absence skips the test."""
-    path = shutil.which(name)
-    if path is None:
-        reason = f"{name} is not installed (Debian package: prometheus)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return path
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def get(url):
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return answer.read().decode()
-
-
-def eventually(question, what, timeout=30.0):
-    """The first true answer to `question`; fails after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        try:
-            if answer := question():
-                return answer
-        except urllib.error.URLError:  # not listening yet
-            pass
-        time.sleep(0.1)
-    return pytest.fail(f"not within {timeout} s: {what}")
 
 
 class SteadyServer:
@@ -104,65 +63,19 @@ def exporter(server):
     assert process.wait(10) == 0
 
 
-class Prometheus:
-    """A running Prometheus, asked through its HTTP API."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def ask(self, path, **parameters):
-        return json.loads(get(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"))["data"]
-
-    def query(self, expression):
-        """The instant vector: labels (without those of the target) and value of each series."""
-        answer = self.ask("query", query=expression)["result"]
-        for series in answer:
-            for label in ("job", "instance"):
-                series["metric"].pop(label, None)
-        return [(series["metric"], float(series["value"][1])) for series in answer]
-
-    def target(self):
-        targets = self.ask("targets")["activeTargets"]
-        return targets[0] if targets else None
-
-
 @pytest.fixture
 def prometheus(tmp_path, exporter):
-    binary = program("prometheus")
-    config = tmp_path / "prometheus.yml"
-    config.write_text(
-        json.dumps(  # JSON is YAML
+    config = {
+        "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "scrape_timeout": f"{SCRAPE_SECONDS}s"},
+        "scrape_configs": [
             {
-                "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "scrape_timeout": f"{SCRAPE_SECONDS}s"},
-                "scrape_configs": [
-                    {
-                        "job_name": "k25",
-                        "static_configs": [{"targets": [urllib.parse.urlsplit(exporter).netloc]}],
-                    }
-                ],
+                "job_name": "k25",
+                "static_configs": [{"targets": [urllib.parse.urlsplit(exporter).netloc]}],
             }
-        )
-    )
-    port = free_port()
-    with (tmp_path / "prometheus.log").open("w") as log:
-        process = subprocess.Popen(
-            [
-                binary,
-                f"--config.file={config}",
-                f"--storage.tsdb.path={tmp_path / 'tsdb'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    found = Prometheus(f"http://127.0.0.1:{port}")
-    try:
-        eventually(lambda: get(f"{found.url}/-/ready"), "Prometheus is ready")
+        ],
+    }
+    with running_prometheus(config, tmp_path) as found:
         yield found
-    finally:
-        process.terminate()
-        process.wait(30)
-        print((tmp_path / "prometheus.log").read_text())
 
 
 def test_prometheus_ends_up_with_the_numbers_of_the_rings(server, prometheus):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 
-from tests.e2e.conftest import DATA, PROMPTS, Launch, Running
+from tests.e2e.conftest import LATE_MS, PROMPTS, SLOW, Running
 from tests.exposition import assert_exposition_is_sound, value_of
 from vllm_k25_instrument.export.collector import RingCollector
 from vllm_k25_instrument.instances import find_rings
@@ -16,30 +15,8 @@ from vllm_k25_instrument.model import NS_PER_SECOND, Category
 
 pytestmark = pytest.mark.e2e
 
-SLOW, OTHER = 1, 0
-LATE_MS = 5
+OTHER = 1 - SLOW
 ALL_REDUCES = 9
-
-
-@pytest.fixture(scope="module")
-def lateness(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the slow rank writes down, call by call, how late it really was."""
-    return tmp_path_factory.mktemp("slow") / "late_ns"
-
-
-@pytest.fixture(scope="module")
-def slowed(launch: Launch, lateness: Path) -> Iterator[Running]:
-    with launch(
-        "slow_rank",
-        plugin_path=DATA / "slow_plugin",
-        K25_INSTRUMENT="1",
-        K25_SAMPLE_EVERY="1",
-        SLOW_RANK=str(SLOW),
-        SLOW_MS=str(LATE_MS),
-        SLOW_LOG=str(lateness),
-    ) as running:
-        running.client.complete(PROMPTS[0])  # what is slow the first time is slow on both ranks
-        yield running
 
 
 def wait_of(text: str, rank: int) -> tuple[float, float]:
