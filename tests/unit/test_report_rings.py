@@ -4,6 +4,7 @@ Also home of the scene that the other report tests use: real ring files with ste
 """
 
 import random
+import re
 import shutil
 from dataclasses import dataclass, field, replace
 
@@ -322,6 +323,34 @@ def test_a_hook_that_has_no_reason_to_fire_is_not_suspected(tmp_path, hook):
     rank = open_rank(tmp_path, 0, 1)
     rank.fires = frozenset(HOOK_NAMES) - {hook}
     rank.write()
+    assert codes(read(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ({"attention": 32}, {"attention"}),
+        ({"attention": 48, "moe": 48}, {"attention", "moe_experts", "moe_routing"}),
+        ({"mla_attention": 1}, {"mla_decode"}),
+        ({"mla_attention": 4, "moe": 3, "moe_shared_experts": 3}, {"mla_decode", "moe_experts", "moe_routing"}),
+    ],
+)
+def test_hooks_of_layers_that_the_model_does_not_have_are_not_suspected(tmp_path, layers, expected):
+    rank = open_rank(tmp_path, 0, 1)
+    rank.writer.set_identity(replace(rank.writer.identity, layers=layers))
+    rank.fires = frozenset({"input_preparation", "sampling"})
+    rank.write()
+    (silent,) = re.findall(r"\(rank 0: (.*?)\)", message(read(tmp_path), CaveatCode.HOOK_NEVER_FIRED))
+    assert set(silent.split(", ")) == expected | ({"moe_shared_experts"} & layers.keys())
+
+
+def test_where_tokens_are_drafted_verifying_them_need_not_look_like_decode(tmp_path):
+    rank = open_rank(tmp_path, 0, 1)
+    rank.writer.set_identity(replace(rank.writer.identity, layers={"mla_attention": 4}))
+    rank.fires = frozenset(HOOK_NAMES) - {"mla_decode"}
+    rank.write()
+    rank.writer.totals.add_hook_calls(HOOK_INDEX["speculation"], 1)
+    rank.writer.publish()
     assert codes(read(tmp_path)) == []
 
 

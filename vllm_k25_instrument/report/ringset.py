@@ -274,20 +274,32 @@ def silent_hooks(ring: RankRing) -> list[str]:
     ]
 
 
+_KIMI_K25: Final = {"mla_attention": 61, "moe": 60, "moe_shared_experts": 60}
+
+
 def _hooks_due(ring: RankRing) -> Iterator[str]:
     """Hooks of which a server of this shape fires at least one range in every step of the phases seen so far.
 
-    The step hooks are not here: they make no range. That they fire is seen in the number of steps.
+    The step hooks are not here: they make no range. That they fire is seen in the number of steps. A ring that does not
+    say which layers its model has is taken for one of Kimi-K2.5's.
     """
     if not ring.sampled():
         return
-    where = ring.identity.coordinates
-    yield from ("moe_experts", "moe_routing", "moe_shared_experts", "input_preparation")
+    where, layers = ring.identity.coordinates, ring.identity.layers or _KIMI_K25
+    yield "input_preparation"
     if where.tp_size > 1:
         yield "all_reduce"
     if where.pp == where.pp_size - 1:
         yield "sampling"
-    if ring.sampled(Phase.DECODE):
-        yield "mla_decode"
-    if ring.sampled(Phase.PREFILL):
-        yield "mla_prefill"
+    if "moe" in layers:
+        yield from ("moe_experts", "moe_routing")
+    if "moe_shared_experts" in layers:
+        yield "moe_shared_experts"
+    if "attention" in layers:
+        yield "attention"
+    if "mla_attention" in layers:
+        # Some backends verify drafted tokens as they prefill.
+        if ring.sampled(Phase.DECODE) and not ring.totals.hook_calls(HOOK_INDEX["speculation"]):
+            yield "mla_decode"
+        if ring.sampled(Phase.PREFILL):
+            yield "mla_prefill"
