@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,12 +17,13 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from vllm_k25_instrument import __version__
+from vllm_k25_instrument.hooks.layers import KINDS, WITHOUT_HOOK
 from vllm_k25_instrument.hooks.patcher import exists_in, version_matches
 from vllm_k25_instrument.hooks.resolve import installed_vllm, target_exists
 from vllm_k25_instrument.hooks.table import HOOK_TABLE, READ_VLLM, TESTED_VLLM
 from vllm_k25_instrument.instances import ensure_private_directory, list_instances
 from vllm_k25_instrument.liveness import hold, is_held
-from vllm_k25_instrument.ring import RingLayout
+from vllm_k25_instrument.ring import RingLayout, open_rings
 from vllm_k25_instrument.settings import GraphTiming, Settings, SettingsError, load_settings, unknown_variables
 
 _LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "ext4", "xfs", "btrfs", "overlay", "zfs", "ext3", "ext2", "f2fs"}
@@ -67,6 +69,7 @@ def examine() -> list[Finding]:
         _nvtx,
         lambda: _ring_directory(settings),
         lambda: _rings(settings),
+        lambda: _coverage(settings),
         lambda: _metrics(settings),
         lambda: _export_port(settings),
     ]
@@ -303,6 +306,32 @@ def _rings(settings: Settings) -> Iterator[Finding]:
             f"{len(alive)} instrumented server{'s' * (len(alive) != 1)} running, "
             f"{len(instances) - len(alive)} ended: {', '.join(i.name for i in instances[:5])}",
         )
+
+
+def _coverage(settings: Settings) -> Iterator[Finding]:
+    """What no hook times: of any model, and of those that are served here."""
+    yield Finding("coverage", Verdict.NOTE, f"unattributed in any model: {', '.join(WITHOUT_HOOK)}")
+    for instance in list_instances(settings.ring_dir):
+        if not instance.alive:
+            continue
+        rings, _ = open_rings(instance.path)
+        counts: Counter[str] = Counter()
+        for ring in rings:
+            for kind, count in ring.identity.layers.items():
+                counts[kind] = max(counts[kind], count)
+        known = {kind: count for kind, count in counts.items() if kind in KINDS}
+        unknown = counts - Counter(known)
+        timed = ", ".join(f"{count} {kind}" for kind, count in known.items()) or "none"
+        if unknown:
+            yield Finding(
+                "coverage",
+                Verdict.WARNING,
+                f"{instance.name}: no hook for {', '.join(f'{count} {kind}' for kind, count in unknown.items())} "
+                f"layers of a rank (timed: {timed})",
+                "their time shows as unattributed",
+            )
+        elif counts:
+            yield Finding("coverage", Verdict.OK, f"{instance.name}: layers of a rank, all timed: {timed}")
 
 
 def _metrics(settings: Settings) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -167,7 +168,7 @@ def test_a_target_that_is_gone_is_a_warning_that_names_it(monkeypatch):
     finding = only("hooks", Verdict.WARNING)
     assert "moe_routing: vllm.v1.worker.worker_base:WorkerBase.no_such_method is not in vLLM" in finding.message
     assert "unattributed" in finding.remedy
-    total = len(module.HOOK_TABLE)
+    total = sum(module.exists_in(p, module._vllm_version()) for p in module.HOOK_TABLE)
     assert f"{total - 1} of {total} hook points resolve" in only("hooks", Verdict.NOTE).message
     assert run()[0] == 0
 
@@ -268,6 +269,21 @@ def test_running_and_ended_servers_are_named(tmp_path):
 
 
 # --- ports and metrics ---------------------------------------------------------------------------------------
+
+
+def test_what_no_hook_times_is_named_of_any_model_and_of_those_served_here(tmp_path):
+    (general,) = found("coverage")
+    assert (general.verdict, "dense MLPs" in general.message) == (Verdict.NOTE, True)
+    ring = make_ring(tmp_path / "rings" / "20250101T000000-1", 0, layers={"attention": 8, "MambaMixer2": 24})
+    _, served = found("coverage")
+    assert served.verdict is Verdict.WARNING
+    assert "no hook for 24 MambaMixer2 layers of a rank (timed: 8 attention)" in served.message
+    ring.set_identity(replace(ring.identity, layers={"mla_attention": 61, "moe": 60}))
+    _, served = found("coverage")
+    assert (served.verdict, served.message) == (
+        Verdict.OK,
+        "20250101T000000-1: layers of a rank, all timed: 61 mla_attention, 60 moe",
+    )
 
 
 def test_a_busy_port_is_a_warning_that_names_the_remedy(monkeypatch):

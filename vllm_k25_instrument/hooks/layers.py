@@ -8,6 +8,17 @@ from typing import Any, Final
 KINDS: Final = ("mla_attention", "attention", "moe", "moe_shared_experts")
 """Kinds of layers that hooks time."""
 
+WITHOUT_HOOK: Final = (
+    "projections and dense MLPs",
+    "norms and rotary embedding",
+    "the logits",
+    "Mamba, linear attention and other state-space layers",
+    "sparse attention's indexer",
+    "vision and audio encoders",
+    "LoRA",
+)
+"""What vLLM may run in a step, and no hook times."""
+
 _MLA: Final = frozenset({"MLAAttention"})
 _ATTENTION: Final = frozenset({"Attention"})
 _MOE: Final = frozenset({"MoERunner", "FusedMoE"})
