@@ -269,6 +269,18 @@ def worker_pid(instance: Path) -> int | None:
             reader.close()
 
 
+def tensor_parallel(instance: Path) -> int | None:
+    """The size of this instance's tensor-parallel group; None where that is not to be had."""
+    readers, _ = open_rings(instance)
+    try:
+        return next((reader.identity.coordinates.tp_size for reader in readers), None)
+    except RingError:
+        return None
+    finally:
+        for reader in readers:
+            reader.close()
+
+
 def read_live(folder: Path) -> dict[str, Any]:
     """``live.json`` of a window, empty where it has none. Raises CampaignError where it is damaged."""
     import json

@@ -6,8 +6,6 @@ import asyncio
 import importlib.util
 import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from vllm_k25_instrument.campaign.child import last_line, python_command, run_child
 from vllm_k25_instrument.campaign.errors import CampaignError, ServerGoneError
 from vllm_k25_instrument.campaign.files import write_json
 from vllm_k25_instrument.demo.load import Prompt
@@ -29,7 +28,6 @@ VLLM_BENCH: Final = "vllm-bench"
 OPENAI: Final = "openai"
 
 _CLIENT_S: Final = 3600.0
-_POLL_S: Final = 0.2
 
 Progress = Callable[[str], None]
 
@@ -140,9 +138,8 @@ class VllmBench:
 
     def command(self, spec: LoadSpec, folder: Path) -> list[str]:
         """The command line of a window."""
-        # -P: a file called like a module in the current directory must not be taken for it.
-        return [
-            *(sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"),
+        arguments = [
+            *("bench", "serve", "--backend", "openai"),
             *("--base-url", self._url, "--endpoint", "/v1/completions", "--model", self._model),
             *("--tokenizer", self._tokenizer, "--dataset-name", "random", "--ignore-eos", "--temperature", "0"),
             *("--random-input-len", str(spec.input_tokens), "--random-output-len", str(spec.output_tokens)),
@@ -151,42 +148,15 @@ class VllmBench:
             *("--save-result", "--save-detailed", "--result-dir", str(folder), "--result-filename", BENCH_FILE),
             *(("--trust-remote-code",) if self._trust else ()),
         ]
+        return python_command("from vllm.entrypoints.cli.main import main; main()", arguments)
 
     def run(self, spec: LoadSpec, folder: Path, progress: Progress) -> WindowLoad:
         """Run it to its end, its output to a log in `folder`."""
         log = folder / BENCH_LOG
-        began = time.monotonic()
-        with log.open("wb") as output:
-            process = subprocess.Popen(  # noqa: S603 (our own interpreter)
-                self.command(spec, folder), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
-        try:
-            while process.poll() is None:
-                elapsed = time.monotonic() - began
-                progress(f"vllm bench serve, {elapsed:.0f} s")
-                if elapsed > _CLIENT_S:
-                    raise CampaignError(f"vllm bench serve did not end within {_CLIENT_S:.0f} s; its log: {log}")
-                time.sleep(_POLL_S)
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        if process.returncode:
-            raise CampaignError(f"vllm bench serve failed ({last_line(log)}); its log: {log}")
+        status = run_child(self.command(spec, folder), log, "vllm bench serve", _CLIENT_S, progress)
+        if status:
+            raise CampaignError(f"vllm bench serve failed ({last_line(log)}); its output: {log.name}")
         return checked(read_bench_result(folder / BENCH_FILE, spec), folder)
-
-
-def last_line(log: Path) -> str:
-    """The last line of a log that is ours or tells of an error, else its last line at all."""
-    try:
-        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    except OSError:
-        return "no log"
-    lines = [line.strip("│╭╮╰╯─ ") for line in lines]
-    lines = [line for line in lines if line not in ("", "Error") and "nanobind" not in line and line[:2] != "- "]
-    own = [line for line in lines if line.startswith("vllm-k25 ")]
-    errors = [line for line in lines if "Error" in line or "error:" in line]
-    return (own or errors or lines or ["no output"])[-1][:300]
 
 
 def read_bench_result(path: Path, spec: LoadSpec) -> WindowLoad:

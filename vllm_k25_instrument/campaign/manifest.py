@@ -81,11 +81,15 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Manifest:
-    """The document. `command_lines` has one for each time that the campaign was run or gone on with."""
+    """The document. `command_lines` has one for each time that the campaign was run or gone on with.
+
+    `stopped` says why the last time ended before its end.
+    """
 
     plan: Plan
     url: str = ""
     created: str = ""
+    stopped: str = ""
     command_lines: list[list[str]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     server: dict[str, Any] = field(default_factory=dict)
@@ -99,19 +103,24 @@ class Manifest:
         self.steps.append(StepRecord(name, phase))
         return self.steps[-1]
 
+    def left(self, phase: Phase) -> list[StepRecord]:
+        """The steps of a phase that are neither done nor impossible."""
+        over = (State.DONE, State.NOT_POSSIBLE)
+        return [record for record in self.steps if record.phase is phase and record.state not in over]
+
     def to_json_dict(self) -> dict[str, Any]:
         """As in the schema of campaigns."""
         return {"schema": SCHEMA, **msgspec.to_builtins(self)}
 
     def save(self, folder: Path) -> None:
-        """Write it; on a full disk the space set aside is given up first. Raises OSError."""
+        """Write it. Raises OSError; on a full disk it is written all the same, into the space that was set aside."""
         try:
             write_json(folder / MANIFEST, self.to_json_dict())
         except OSError as error:
-            if error.errno not in FULL:
-                raise
-            give_up_reserve(folder)
-            write_json(folder / MANIFEST, self.to_json_dict())
+            if error.errno in FULL:
+                give_up_reserve(folder)
+                write_json(folder / MANIFEST, self.to_json_dict())
+            raise
 
 
 def read_manifest(folder: Path) -> Manifest:

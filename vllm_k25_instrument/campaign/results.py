@@ -147,7 +147,7 @@ class Results:
     @property
     def missing(self) -> list[str]:
         """A line for each step that should have been done and was not."""
-        lines = []
+        lines = [f"stopped before the end: {self.manifest.stopped}"] if self.manifest.stopped else []
         for record in self.manifest.steps:
             if record.state is State.FAILED:
                 lines.append(f"{record.name}: {record.error}")

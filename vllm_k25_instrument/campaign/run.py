@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
@@ -20,6 +20,7 @@ from vllm_k25_instrument.campaign.live import (
     choose_source,
     decode_steps,
     is_this_host,
+    tensor_parallel,
     worker_pid,
 )
 from vllm_k25_instrument.campaign.load import OPENAI, VLLM_BENCH, Client, LoadSpec, OpenAiClient, VllmBench, WindowLoad
@@ -98,6 +99,8 @@ class Campaign:
     server: Server
     watcher: Watcher
     facts: ModelFacts
+    absent: bool = False
+    """Whether the server is not there, and need not be."""
     _gone: str = ""
     _source: LiveSource | None = None
     _client: Client | None = None
@@ -108,21 +111,34 @@ class Campaign:
         away; all else is recorded with its step.
         """
         try:
+            self.manifest.stopped = ""
             reserve(self.where.folder)
             self.manifest.environment = describe_environment()
             self.manifest.server |= {"vllm": self.facts.version, "max_model_len": self.facts.max_length}
             self._list_steps()
             self._save()
-            self._macro()
+            if not self.absent:
+                self._macro()
             if self.manifest.plan.micro:
                 self._micro()
             self._nsys()
         except OSError as error:
             if error.errno in FULL:
+                self._record_full(str(error.strerror))
                 raise DiskFullError(self._full()) from error
             raise
         finally:
             give_up_reserve(self.where.folder)
+
+    def _record_full(self, why: str) -> None:
+        """The step that there was no room for, in the manifest, as far as there is room for that."""
+        give_up_reserve(self.where.folder)
+        self.manifest.stopped = f"no space left in the campaign's folder ({why})"
+        for record in self.manifest.steps:
+            if record.state is State.RUNNING:
+                record.state, record.error = State.FAILED, f"no space left for it ({why})"
+        with suppress(OSError):
+            self._save()
 
     def _list_steps(self) -> None:
         """All of them in the manifest before the first begins, so that it says what is missing whatever happens."""
@@ -266,6 +282,8 @@ class Campaign:
             least = STEADY_ROUNDS * (ROUND_TOKENS - 1) // 2
             self._source, why = choose_source(self.server, self.where.ring_dir, before, least, self.server.metrics())
             self.manifest.server["live_source"] = scrub_text(why, (self.server.host,))
+            if isinstance(self._source, RingSource):
+                self.manifest.server["tensor_parallel"] = tensor_parallel(self._source.instance)
             self.watcher.say(f"live breakdown: {why}")
 
     def _warm_up(self, folder: Path, concurrency: int) -> str:
@@ -382,11 +400,19 @@ class Campaign:
             )
 
     def _bench_options(self, bench: str) -> list[str]:
-        plan = self.manifest.plan
-        config = plan.config or (self.facts.root if (Path(self.facts.root) / "config.json").is_file() else "")
-        options = ["--config", config] if config else []
+        """At the sizes of the served model, where its config.json is here, for the concurrencies of the campaign."""
         if bench == "overhead":
             return []
+        plan = self.manifest.plan
+        config = plan.config or (self.facts.root if (Path(self.facts.root) / "config.json").is_file() else "")
+        options = ["--tokens", ",".join(map(str, plan.concurrency)), *(("--config", config) if config else ())]
+        ranks = self.manifest.server.get("tensor_parallel")
+        if ranks and bench == "moe":
+            options += ["--tensor-parallel-size", str(ranks)]
+        if ranks and ranks > 1 and bench == "all-reduce":
+            options += ["--ranks", str(ranks)]
+        if plan.gpu:
+            options += ["--gpu", plan.gpu]
         return options
 
     def _nsys(self) -> None:

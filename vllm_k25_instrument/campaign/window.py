@@ -41,8 +41,8 @@ class LiveFigures:
 
     `gap_ns` is the device's time from the step before to this one, `others_ns` what steps of other kinds (prefills in
     between, partly filled batches) make of the time per token, on balance, and `unsampled_ns` how much longer all
-    executed decode steps take than the sampled ones, in the mean (less: being sampled costs time). `wait_ns` and `transfer_ns`
-    are those of a step's all-reduces, mean over the ranks.
+    executed decode steps take than the sampled ones, in the mean (less: being sampled costs time). `wait_ns` and
+    `transfer_ns` are those of a step's all-reduces, mean over the ranks.
     """
 
     source: str

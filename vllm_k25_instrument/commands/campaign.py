@@ -22,6 +22,7 @@ from vllm_k25_instrument.limits.gpus import AUTO
 if TYPE_CHECKING:
     from vllm_k25_instrument.campaign.manifest import Manifest, Plan
     from vllm_k25_instrument.campaign.results import Results
+    from vllm_k25_instrument.campaign.server import ModelFacts, Server
 
 MAX_CONCURRENCY: Final = 65_536
 REPORT_FILES: Final = ("report.json", "report.md", "report.html")
@@ -165,7 +166,7 @@ def run(
             )
             manifest = Manifest(plan, created=now())
         server = Server(url)
-        facts = server.model(manifest.plan.model)
+        facts, absent = _model(server, manifest)
         _check_length(errors, manifest.plan, facts.max_length)
         where = Where(out, own_ring_directory() if rings is None else rings, trace_dir, nsys_export)
         out.mkdir(parents=True, exist_ok=True)
@@ -181,7 +182,7 @@ def run(
     interrupted = False
     try:
         with _ends_on_signals(), screen.shown():
-            Campaign(where, manifest, server, screen, facts).run()
+            Campaign(where, manifest, server, screen, facts, absent).run()
     except KeyboardInterrupt:
         interrupted = True
     except DiskFullError as error:
@@ -343,6 +344,22 @@ def _numbers(errors: Console, text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and 0 < int(part) <= MAX_CONCURRENCY for part in parts):
         _usage(errors, f"--concurrency {text}: numbers from 1 to {MAX_CONCURRENCY:,}, separated by commas")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def _model(server: Server, manifest: Manifest) -> tuple[ModelFacts, bool]:
+    """What the server says of the model, and whether it is absent: once phase 1 is done it need not run any more."""
+    from vllm_k25_instrument.campaign.errors import ServerGoneError
+    from vllm_k25_instrument.campaign.manifest import Phase
+    from vllm_k25_instrument.campaign.server import ModelFacts
+
+    try:
+        return server.model(manifest.plan.model), False
+    except ServerGoneError:
+        if not manifest.steps or manifest.left(Phase.MACRO):
+            raise
+        known = manifest.server
+        root, version = str(known.get("root", "")), str(known.get("vllm", ""))
+        return ModelFacts(manifest.plan.model, root, known.get("max_model_len"), version), True
 
 
 def _no_other_plan(plan: Plan, model: str) -> None:
