@@ -500,6 +500,42 @@ def test_a_chain_of_pieces_is_replayed_whole_from_one_set_with_right_outputs(
         assert gpu.refusals == []
 
 
+def test_a_drafter_replays_vllms_own_graphs_and_takes_no_twin_from_another_step(
+    gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with instrumented(gpu) as made:
+        server = ChainServer(made, monkeypatch, cuda_graph.CUDAGraphWrapper, random.Random(7))
+        sizes = [piece_descriptor(8), piece_descriptor(4)]
+        with torch.cuda.stream(torch.cuda.Stream()):
+            v1_runner(server, monkeypatch)._capture_cudagraphs(sizes, CUDAGraphMode.PIECEWISE, None)
+
+        def drafts(name: str, descriptor: Any) -> Any:
+            return server.forward(CUDAGraphMode.PIECEWISE, descriptor)
+
+        draft = wrap(drafts, range_point(Category.SPECULATION), made.recorder)
+        for n in range(6):
+            model, drafter = sizes[n % 2], sizes[(n + 1) % 2]
+            made.recorder.begin_step(decode())
+            made.recorder.dispatched(GraphMode.PIECEWISE, model.num_tokens, model)
+            server.forward(CUDAGraphMode.PIECEWISE, model)
+            draft("draft", drafter)
+            made.recorder.end_step()
+            # The step before is still to be read, and its twin is of the size that this one drafts with.
+            if n % 2:
+                torch.cuda.synchronize()
+        server.made.recorder.drain()
+        samples = made.samples()
+        assert [s.step for s in samples] == list(range(6))
+        for s in samples:
+            assert [r.category for r in s.ranges].count(Category.SPECULATION) == 1
+            assert len(s.ranges) == 6 + 1
+            assert sum(category_exclusive_ns(s).values()) == s.duration_ns
+            assert category_exclusive_ns(s)[Category.UNATTRIBUTED] == 0
+        assert made.lost() == {}
+        assert made.errors == []
+        assert gpu.refusals == []
+
+
 def test_a_chain_with_a_piece_missing_is_not_replayed_at_all(
     gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
