@@ -17,11 +17,15 @@ _T_975: Final = (
 
 
 def student_t(freedom: int) -> float:
-    """The 97.5th percentile of Student's t; above 30 degrees of freedom by the normal's expansion to 1 / freedom."""
+    """The 97.5th percentile of Student's t; above 30 degrees of freedom by its expansion in 1 / freedom (Abramowitz and
+    Stegun, 26.7.5).
+    """
     if freedom < 1:
         raise ValueError(f"no t of {freedom} degrees of freedom")
     z = 1.959964
-    return _T_975[freedom - 1] if freedom <= len(_T_975) else z + (z**3 + z) / (4 * freedom)
+    if freedom <= len(_T_975):
+        return _T_975[freedom - 1]
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 @dataclass(frozen=True, slots=True)
