@@ -112,6 +112,7 @@ class Lab:
                 assert_exposition_is_sound(self.scrape(who))
                 self.scrapes += 1
             except (OSError, ValueError, AssertionError) as error:
+                self._stop.wait(1.0)  # until an exporter that is being killed is gone
                 if who == "vllm" or (exporter.running and exporter is self.exporter):
                     self.scrape_errors.append(f"{who}: {type(error).__name__}: {error}")
 
@@ -149,7 +150,8 @@ class Lab:
         figures.leaks += [f"process {pid} is gone" for pid in pids - self.pids]
         for pid in pids:
             figures.leaks += [f"{pid}: {name}" for name in processes.files(pid) - held[pid]]
-        assert self.scrape_errors == [], traffic.errors
+        assert self.scrape_errors == []
+        assert traffic.errors == set()
 
     def _count_samples(self, figures: Figures, ring: RingReader, was: _Counted, now: _Counted) -> None:
         """Every step is a sample in the ring, or is counted as lost by its writer, or by who reads it."""

@@ -30,7 +30,7 @@ def files(pid: int) -> Counter[str]:
     try:
         for descriptor in os.scandir(f"/proc/{pid}/fd"):
             try:
-                target = os.readlink(descriptor.path)
+                target = os.readlink(descriptor.path).removesuffix(" (deleted)")
             except OSError:
                 continue
             if target.startswith("/") and not target.startswith(("/dev/null", "/dev/pts")):

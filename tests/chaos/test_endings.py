@@ -93,6 +93,7 @@ def count_samples(figures: Figures, ring_dir: Path) -> None:
     for reader in readers:
         assert not reader.alive
         samples = list(reader.samples())
+        assert samples, (reader.written, reader.corrupted)
         steps = [sample.step for sample in samples]
         totals = reader.totals()
         counted = sum(totals.lost(reason) for reason in range(len(LOST_REASONS))) + reader.overwritten

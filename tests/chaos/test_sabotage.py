@@ -17,7 +17,7 @@ from vllm_k25_instrument.model import Category
 pytestmark = pytest.mark.chaos
 
 HOUR_NS = 3600 * 10**9
-DISK_MIB = 48
+DISK_MIB = 112
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from tests.export_rings import identity, make_ring
-from tests.samples import ROOT, child, derived_sample, pack, wait_for
+from tests.samples import ROOT, child, derived_sample, pack, run_python, wait_for
 from vllm_k25_instrument.model import LIVE_CATEGORIES
 from vllm_k25_instrument.ring import RingError, RingLayout, RingReader, RingWriter, open_rings, ring_file_name
 
@@ -258,3 +258,48 @@ def test_a_ring_that_vanishes_is_an_error_and_no_crash(tmp_path):
             else:
                 assert list(reader.samples()) == []
                 reader.close()
+
+
+CUT_SHORT = """if True:
+    import os, sys, time
+    from pathlib import Path
+    from vllm_k25_instrument.ring import RingError, RingReader
+    path, reads, refusals, until = Path(sys.argv[1]), 0, 0, time.monotonic() + 1.5
+    while time.monotonic() < until:
+        try:
+            reader = RingReader(path)
+            for _ in range(3):
+                reader.totals(), reader.identity, list(reader.samples())
+            reads += 1
+        except RingError:
+            refusals += 1
+    print(reads, refusals)
+"""
+
+
+def test_neither_end_dies_of_a_ring_that_is_cut_short_again_and_again(tmp_path):
+    path = tmp_path / ring_file_name(0)
+
+    def cut_for_ever():
+        rng = random.Random(7)
+        while True:
+            os.truncate(path, rng.choice((0, 40, 300, 140_000, rng.randrange(path.stat().st_size + 1))))
+            time.sleep(rng.random() * 0.001)
+
+    with child(lambda: write_for_ever(tmp_path)) as writer:
+        wait_for(path.exists)
+        with child(cut_for_ever):
+            result = run_python(CUT_SHORT, path)
+        assert result.returncode == 0, result.stderr
+        reads, refusals = map(int, result.stdout.split())
+        assert reads + refusals > 100
+        assert refusals > 0
+        assert os.waitpid(writer, os.WNOHANG) == (0, 0)  # still running
+        wait_for(lambda: samples_in(path))  # made whole again
+
+
+def samples_in(path):
+    try:
+        return bool(list(RingReader(path).samples()))
+    except RingError:
+        return False
