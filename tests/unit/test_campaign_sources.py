@@ -140,13 +140,15 @@ def test_only_decode_steps_at_the_full_batch_count_and_the_rest_has_a_row_of_its
     full = [a_step(step, requests=10, duration_ns=10_000_000) for step in range(8)]
     partial = a_step(8, requests=4, duration_ns=6_000_000)
     prefill = a_step(9, phase=Phase.PREFILL, requests=2, duration_ns=40_000_000)
-    packed = tuple(pack(step, ["", "pynccl"]) for step in (*full, partial, prefill))
+    first = replace(prefill, step=0, gap_ns=5_000_000_000)
+    packed = tuple(pack(step, ["", "pynccl"]) for step in (first, *full[:4], prefill, *full[4:], partial))
     live = ring_figures([replace(rank, details=("", "pynccl"), packed=packed)], ranks_expected=1, decode_ns=9_000_000.0)
     assert live is not None
     assert (live.steps, live.largest_batch, live.batch) == (8, 10, 10)
     assert live.step_ns == 10_000_000
     assert live.gap_ns == 500_000
-    # Eight steps of ten requests, one of four, and a prefill of two that keeps the other eight waiting.
+    # Eight steps of ten requests, one of four, and a prefill of two that keeps the other eight waiting; the first one,
+    # after an idle while, keeps nobody.
     weighted = 8 * 10 * 10.5e6 + 4 * 6.5e6 + 8 * 40.5e6
     assert live.others_ns == pytest.approx(weighted / (8 * 10 + 4) - 10.5e6)
     assert live.unsampled_ns == pytest.approx(9e6 - (8 * 10e6 + 6e6) / 9)

@@ -27,8 +27,8 @@ Series = Mapping[tuple[str, Labels], float]
 class ScrapeFigures:
     """Decode steps of one batch label between two scrapes. Times are ns per step, mean over the ranks.
 
-    `batch` is the label's upper bound. All-reduces are not told apart by phase: theirs are means over all sampled
-    steps.
+    `batch` is the concurrency, or the upper bound of another label that the steps have. All-reduces are not told apart by
+    phase: theirs are means over all sampled steps.
     """
 
     batch: float
@@ -108,7 +108,7 @@ def metrics_figures(before: Path, after: Path, concurrency: int) -> ScrapeFigure
     sampled = sum(value for labels, name, value in decode if name == f"{_PREFIX}steps_sampled_total")
     paths = _paths(decode, sampled)
     return ScrapeFigures(
-        batch=float(label) if label in BATCH_LABELS[:-1] else float(concurrency),
+        batch=float(label) if label != own and label in BATCH_LABELS[:-1] else float(concurrency),
         steps=round(total / len(steps)),
         step_ns=whole * NS_PER_SECOND / total,
         category_ns={name: ns for name, ns in categories.items() if ns},

@@ -200,15 +200,17 @@ def _decode_mean(every: Mapping[int, Sequence[StepSample]]) -> float:
 def _per_token(samples: Iterable[StepSample], largest: int) -> float | None:
     """Mean time between two tokens of a request, over all steps: each step counts for the requests it keeps waiting.
 
-    A decode or mixed step gives each of its requests a token; a prefill gives none, and keeps those waiting that are
-    not in it, of as many as run together.
+    A decode or mixed step gives each of its requests a token; a prefill gives none, and keeps those waiting that were
+    decoding before it and can do so beside it. `samples` by step.
     """
     time = tokens = 0.0
+    decoding = 0
     for sample in samples:
         prefill = sample.phase is Phase.PREFILL
-        kept = max(0, largest - sample.requests) if prefill else sample.requests
+        kept = min(decoding, max(0, largest - sample.requests)) if prefill else sample.requests
         time += kept * (sample.duration_ns + sample.gap_ns)
         tokens += 0 if prefill else kept
+        decoding = decoding if prefill else sample.requests
     return time / tokens if tokens else None
 
 
