@@ -184,7 +184,9 @@ def stacked_bars(place: Place, query: Query, unit: str, *, bar: str) -> barchart
             [
                 _sorted_by("category"),  # so that all bars are stacked alike: sorting again keeps the order
                 _sorted_by(bar),
-                _transformation("groupingToMatrix", columnField="category", rowField=bar, valueField="Value"),
+                _transformation(
+                    "groupingToMatrix", columnField="category", rowField=bar, valueField="Value", emptyValue="null"
+                ),
             ]
         )
         .stacking(common.StackingMode.NORMAL)
