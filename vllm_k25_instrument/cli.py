@@ -12,6 +12,7 @@ from vllm_k25_instrument.commands.compare import compare
 from vllm_k25_instrument.commands.demo import demo
 from vllm_k25_instrument.commands.doctor import doctor
 from vllm_k25_instrument.commands.export import export
+from vllm_k25_instrument.commands.patch import patch
 from vllm_k25_instrument.commands.report import report
 from vllm_k25_instrument.commands.top import top
 from vllm_k25_instrument.commands.whatif import whatif
@@ -27,6 +28,7 @@ for command in (demo, doctor, top, export, report, analyze, compare, classify, w
     app.command()(command)
 app.add_typer(bench)
 app.add_typer(campaign)
+app.add_typer(patch)
 
 if __name__ == "__main__":
     app()

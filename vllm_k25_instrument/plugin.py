@@ -1,5 +1,7 @@
 """The entry point of ``vllm.general_plugins``: runs in every process of a vLLM server, some of them twice.
 
+Where vLLM's source has been patched, `patched` calls `start` from there, whether vLLM loads plugins or not.
+
 Off unless ``K25_INSTRUMENT=1``. Then, by role of the process: the front end makes the instance's folder and puts the
 metrics into /metrics, a process in which vLLM constructs a Worker gets the hooks and a ring, and the engine's core
 gets nothing. This module imports nothing heavy, and nothing here may raise: vLLM starts whatever happens to us.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,17 +33,33 @@ if "_Process" not in globals():  # what has been started stays known when the mo
         """What has been started in this process. One per process: plugins are loaded more than once."""
 
         registered = False
+        settings: Settings | None = None  # of a process that is instrumented
+        hooks = False  # vLLM has loaded us as a plugin: its functions may be replaced, not only those that are marked
         instance_fd: int | None = None
         worker: WorkerInstrument | None = None
 
 
 def register() -> None:
     """Start what this process's role asks for. Idempotent; never raises."""
-    if os.environ.get(_SWITCH, "0").strip().lower() in ("", "0", "false", "off", "no") or _Process.registered:
+    start(hooks=True)
+
+
+def switched_on() -> bool:
+    """Whether the environment turns the instrument on."""
+    return os.environ.get(_SWITCH, "0").strip().lower() not in ("", "0", "false", "off", "no")
+
+
+def start(*, hooks: bool) -> None:
+    """`register`; without `hooks` what is not marked in vLLM's source stays as it is, unless `register` follows."""
+    if not switched_on():
         return
-    _Process.registered = True
     try:
-        _register()
+        if not _Process.registered:
+            _Process.registered = True
+            _register()
+        if hooks and not _Process.hooks and _Process.settings is not None:
+            _Process.hooks = True
+            _when_a_worker_is_constructed()
     except Exception:
         logger.exception("K25: the instrument could not be started; vLLM goes on without it")
 
@@ -61,7 +80,7 @@ def _register() -> None:
         _turn_off_in_children()
         return
     _copy_to_ray_workers()
-    _when_a_worker_is_constructed(settings)
+    _Process.settings = settings
     if _is_front_end():
         _start_metrics(settings)
 
@@ -129,32 +148,36 @@ def _copy_to_ray_workers() -> None:
         os.environ[_RAY_PREFIXES] = ",".join([*prefixes, "K25_"])
 
 
-def _when_a_worker_is_constructed(settings: Settings) -> None:
+def _when_a_worker_is_constructed() -> None:
     import wrapt
 
     def watch(module: ModuleType) -> None:
         try:
-            _watch_worker_class(module.WorkerBase, settings)
+            _watch_worker_class(module.WorkerBase)
         except Exception:
             logger.exception("K25: cannot watch vLLM's workers; they are not instrumented")
 
     wrapt.register_post_import_hook(watch, _WORKER_MODULE)
 
 
-def _watch_worker_class(worker_class: Any, settings: Settings) -> None:
-    import functools
-
+def _watch_worker_class(worker_class: Any) -> None:
     constructor = worker_class.__init__
-    if hasattr(constructor, _MARK):
-        return
+    if not hasattr(constructor, _MARK):
+        worker_class.__init__ = watched(constructor)
+
+
+def watched(constructor: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of vLLM's workers, which has the process instrumented when it is done."""
+    import functools
 
     @functools.wraps(constructor)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         constructor(self, *args, **kwargs)
-        start_worker(settings, self)
+        if _Process.settings is not None:
+            start_worker(_Process.settings, self)
 
     setattr(construct, _MARK, True)
-    worker_class.__init__ = construct
+    return construct
 
 
 def start_worker(settings: Settings, worker: Any) -> None:
@@ -167,7 +190,7 @@ def start_worker(settings: Settings, worker: Any) -> None:
 
         if _is_ray_worker():  # perhaps on a machine where no front end clears up
             remove_dead_instances(settings.ring_dir, settings.ring_keep)
-        instrument = WorkerInstrument(settings, os.environ[INSTANCE_VARIABLE], worker)
+        instrument = WorkerInstrument(settings, os.environ[INSTANCE_VARIABLE], worker, hooks=_Process.hooks)
         _Process.worker = instrument
         instrument.start()
     except OSError as error:

@@ -29,8 +29,11 @@ from vllm_k25_instrument.settings import GraphTiming, Settings
 class WorkerInstrument:
     """The instrument of one worker."""
 
-    def __init__(self, settings: Settings, instance: str, worker: Any) -> None:
-        """`worker`: vLLM's freshly constructed Worker. Raises OSError where the ring cannot be made."""
+    def __init__(self, settings: Settings, instance: str, worker: Any, *, hooks: bool = True) -> None:
+        """`worker`: vLLM's freshly constructed Worker. Without `hooks`, only what vLLM's source marks is timed.
+
+        Raises OSError where the ring cannot be made.
+        """
         config = worker.vllm_config
         identity = RankIdentity(
             instance=instance,
@@ -56,13 +59,13 @@ class WorkerInstrument:
         self._worker = worker
         self._logged: set[str] = set()
         try:
-            self._equip(settings)
+            self._equip(settings, hooks)
         except BaseException:
             # A living ring without a single step would look like a server that hangs.
             self.ring.path.unlink(missing_ok=True)
             raise
 
-    def _equip(self, settings: Settings) -> None:
+    def _equip(self, settings: Settings, hooks: bool) -> None:
         identity = self.ring.identity
         attached = (
             markers.attach(f"rank={identity.coordinates.global_rank} world_size={identity.coordinates.world_size}")
@@ -86,6 +89,7 @@ class WorkerInstrument:
             self.recorder,
             vllm_version=identity.vllm_version,
             categories=settings.categories,
+            replaces=hooks,
             on_change=self._hooks_changed,
         )
 

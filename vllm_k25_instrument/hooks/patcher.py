@@ -15,14 +15,14 @@ import wrapt
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from vllm_k25_instrument.hooks import marks
+from vllm_k25_instrument.hooks.marks import HOOK_MARK, Mark
 from vllm_k25_instrument.hooks.names import HOOK_NAMES
 from vllm_k25_instrument.hooks.point import HookKind, HookPoint, HookState
 from vllm_k25_instrument.hooks.wrappers import ADOPTED, Function, after_construction, unbound, wrap
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import Category
 from vllm_k25_instrument.recorder.recorder import Recorder
-
-_MARK: Final = "__k25_hook__"
 
 # The worst state first: what a hook's several targets add up to is the best of their states.
 _RANKING: Final = (
@@ -45,12 +45,19 @@ class Patcher:
         *,
         vllm_version: str,
         categories: frozenset[Category],
+        replaces: bool = True,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called whenever the states of the hooks have changed."""
+        """`on_change` is called whenever the states of the hooks have changed.
+
+        Without `replaces` only functions that vLLM's own source marks are wrapped, and no function of vLLM's is
+        replaced, save `forward` of the module that serves as shared experts, which no source names.
+        """
         self._recorder = recorder
+        self._replaces = replaces
         self._on_change = on_change
         self._replaced: list[tuple[Any, str, Any, Function]] = []  # owner, name, original, our wrapper
+        self._marked: list[tuple[HookPoint, Mark]] = []
         self._subclass_hooks: dict[type, list[Callable[[type], None]]] = {}
         self._states: dict[HookPoint, HookState] = {
             point: _initial_state(point, vllm_version, categories, graphs=recorder.graphs is not None)
@@ -73,6 +80,9 @@ class Patcher:
 
     def install(self) -> None:
         """Attach what is there, and arrange for the rest to be attached on import."""
+        marks.listen(self._wrap_marked)
+        if not self._replaces:
+            return
         for module in {point.module: None for point in self._waiting()}:
             wrapt.register_post_import_hook(self._module_imported, module)
 
@@ -82,8 +92,12 @@ class Patcher:
             p for p, state in self._states.items() if state is HookState.MISSING or state is HookState.WAITING
         ]:
             module = sys.modules.get(point.module)
-            if module is not None:
+            if module is None:
+                continue
+            if self._replaces:
                 self._attach(point, module)
+            elif not point.subclasses:  # of a family, the module that is wanted may be yet to come
+                self._states[point] = HookState.MISSING
         self._on_change()
 
     def uninstall(self) -> None:
@@ -93,6 +107,10 @@ class Patcher:
         """
         for point in self._states:
             self._recorder.silence(point)
+        marks.listen(None)
+        for _, mark in self._marked:
+            mark.remove()
+        self._marked.clear()
         for owner, name, original, wrapper in reversed(self._replaced):
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
@@ -104,8 +122,11 @@ class Patcher:
         """Take a point out of service whose own code has failed: vLLM's function is back, or as good as back."""
         self._states[point] = HookState.QUIET
         self._recorder.silence(point)
+        for wrapped, mark in self._marked:
+            if wrapped is point:
+                mark.remove()
         for owner, name, original, wrapper in self._replaced:
-            if vars(owner).get(name) is wrapper and getattr(wrapper, _MARK, None) is point:
+            if vars(owner).get(name) is wrapper and getattr(wrapper, HOOK_MARK, None) is point:
                 setattr(owner, name, original)
         self._on_change()
 
@@ -116,6 +137,44 @@ class Patcher:
         for point in [p for p in self._waiting() if p.module == module.__name__]:
             self._attach(point, module)
         self._on_change()
+
+    def _wrap_marked(self, mark: Mark) -> None:
+        """Put the wrapper into a function that vLLM's source marks, now or while its module is being imported."""
+        try:
+            point = self._point_of(mark)
+            if point is None or self._states[point] not in (HookState.WAITING, HookState.MISSING, HookState.ATTACHED):
+                return
+            if point.kind is HookKind.SHARED_EXPERTS:
+                mark.put(self._adopting(mark.function, point))
+            else:
+                mark.put(wrap(mark.function, point, self._recorder))
+            self._marked.append((point, mark))
+            # With the plugin the state is for `_attach` to tell: there may be more to wrap than what is marked.
+            if not self._replaces and self._states[point] is not HookState.ATTACHED:
+                self._states[point] = HookState.ATTACHED
+                self._on_change()
+        except Exception:
+            logger.exception("K25: the mark %s on %r goes unused", mark.hook, mark.function)
+
+    def _point_of(self, mark: Mark) -> HookPoint | None:
+        """The point of the table that a mark stands for: its own target's, else that of the family it belongs to."""
+        function = mark.function
+        named = [point for point in self._states if point.name == mark.hook]
+        for point in named:
+            if point.id == f"{function.__module__}:{function.__qualname__}":
+                return point
+        for point in named:
+            owner, _, name = point.target.rpartition(".")
+            if name == function.__name__ and (point.subclasses or not owner):
+                return point
+        logger.warning(
+            "K25: vLLM's source marks %s.%s for hook %s, which is not known here; were the patches made for another "
+            "version of vllm-k25-instrument?",
+            function.__module__,
+            function.__qualname__,
+            mark.hook,
+        )
+        return None
 
     def _attach(self, point: HookPoint, module: ModuleType) -> None:
         try:
@@ -144,7 +203,7 @@ class Patcher:
         Plain functions only, and those that another plugin has wrapped with wrapt.
         """
         found = vars(owner).get(name)
-        if getattr(found, _MARK, None) is not None:
+        if getattr(found, HOOK_MARK, None) is not None:
             return True
         if getattr(found, "__isabstractmethod__", False):
             return False
@@ -174,6 +233,15 @@ class Patcher:
         return HookState.ATTACHED
 
     def _adopt_shared_experts(self, point: HookPoint, owner: type) -> HookState:
+        constructor = vars(owner).get("__init__")
+        if getattr(constructor, HOOK_MARK, None) is not None:
+            return HookState.ATTACHED
+        if not isinstance(constructor, FunctionType):
+            return HookState.MISSING
+        self._replace(owner, "__init__", self._adopting(constructor, point), point)
+        return HookState.ATTACHED
+
+    def _adopting(self, constructor: Function, point: HookPoint) -> Function:
         """Time the model's own shared-experts module, whatever its class and wherever vLLM calls it from.
 
         vLLM keeps it in a wrapper that runs it inline or on a side stream; only the module's own call is on the
@@ -184,17 +252,11 @@ class Patcher:
             self._wrap_attribute(type(layer), "forward", point)
             layer.__dict__[ADOPTED] = True
 
-        constructor = vars(owner).get("__init__")
-        if getattr(constructor, _MARK, None) is not None:
-            return HookState.ATTACHED
-        if not isinstance(constructor, FunctionType):
-            return HookState.MISSING
-        self._replace(owner, "__init__", after_construction(constructor, point, adopt), point)
-        return HookState.ATTACHED
+        return after_construction(constructor, point, adopt)
 
     def _replace(self, owner: Any, name: str, wrapper: Function, point: HookPoint) -> None:
         self._replaced.append((owner, name, vars(owner)[name], wrapper))
-        setattr(wrapper, _MARK, point)
+        setattr(wrapper, HOOK_MARK, point)
         setattr(owner, name, wrapper)
 
 
