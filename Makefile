@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 
-.PHONY: help setup check-setup demo test lint bench clean
+.PHONY: help setup check-setup demo test lint audit bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ lint: setup  ## ruff and mypy
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+
+audit: setup  ## known vulnerabilities of the runtime dependencies (pip-audit; needs an advisory database)
+	@$(VENV)/bin/python tools/audit.py $(ARGS)
 
 bench: setup  ## every script in benchmarks/
 	@set -e; for script in benchmarks/*.py; do \

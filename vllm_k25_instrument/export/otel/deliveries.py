@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,8 @@ REMINDER_S: Final = 300.0
 
 _SDK_LOGGER: Final = "opentelemetry.exporter.otlp"
 _MAX_SHOWN: Final = 300
+_CREDENTIALS: Final = re.compile(r"[^\s/@]+:[^\s/@]*@")
+"""A user and a password in front of a host, as gRPC's own messages quote them."""
 
 
 class Signal(StrEnum):
@@ -115,7 +118,7 @@ class Complaints(logging.Handler):
         self._of_thread = threading.local()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._messages().append(one_line(record.getMessage()))
+        self._messages().append(_CREDENTIALS.sub("", one_line(record.getMessage())))
 
     def take(self) -> str:
         """What has been complained of since the last time, as one line."""
