@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_k25_instrument.alignment import AllReduces, LeftOut, align
 from vllm_k25_instrument.bench.document import BenchDocument, BenchMachine, Choice, Kind, Remark, Row, Skew
-from vllm_k25_instrument.bench.errors import BenchError
+from vllm_k25_instrument.bench.errors import BenchError, CannotRunError
 from vllm_k25_instrument.bench.intervals import Median, median_interval
 from vllm_k25_instrument.bench.rank import Case, Plan, RankResult
 from vllm_k25_instrument.bench.spawn import run_ranks
@@ -67,10 +67,12 @@ class AllReducePlan:
 
 
 def cores_for(ranks: int) -> tuple[int, ...]:
-    """The cores to share out among the ranks on a CPU. Raises BenchError where there are fewer cores than ranks."""
+    """The cores to share out among the ranks on a CPU. Raises CannotRunError where there are fewer cores than ranks."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
     if len(cores) < ranks:
-        raise BenchError(f"{ranks} ranks need {ranks} cores, since they spin while they wait: here are {len(cores)}")
+        raise CannotRunError(
+            f"{ranks} ranks need {ranks} cores, since they spin while they wait: here are {len(cores)}"
+        )
     return cores
 
 

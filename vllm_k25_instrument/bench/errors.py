@@ -1,7 +1,11 @@
-"""The one error of this room."""
+"""The errors of this room."""
 
 from __future__ import annotations
 
 
 class BenchError(Exception):
-    """A micro-benchmark that cannot run, or has failed. The message is one line, with the remedy."""
+    """A micro-benchmark has failed. The message is one line, with the remedy."""
+
+
+class CannotRunError(BenchError):
+    """It cannot run on this machine, or was asked for what does not exist."""

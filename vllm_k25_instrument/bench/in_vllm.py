@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Final
 
 from vllm_k25_instrument.bench.document import BenchMachine, Remark
-from vllm_k25_instrument.bench.errors import BenchError
+from vllm_k25_instrument.bench.errors import CannotRunError
 from vllm_k25_instrument.demo.build import Build, BuildError, visible_gpus, vllm_build, vllm_version
 from vllm_k25_instrument.demo.server import CPU_SETUP_PATH, VllmMissingError, require_vllm
 from vllm_k25_instrument.limits.errors import LimitsError
@@ -26,15 +26,15 @@ _QUIET: Final = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sy
 def prepare_vllm() -> Build:
     """To be called before vLLM is imported: its log goes to standard error, errors only unless the environment says so.
 
-    Raises BenchError where there is no vLLM, or no GPU for a build that needs one.
+    Raises CannotRunError where there is no vLLM, or no GPU for a build that needs one.
     """
     try:
         require_vllm()
     except VllmMissingError as error:
-        raise BenchError(str(error)) from None
+        raise CannotRunError(str(error)) from None
     build = vllm_build()
     if build is Build.OTHER:
-        raise BenchError("this runs on vLLM's builds for CPUs and for CUDA, and the one installed is neither")
+        raise CannotRunError("this runs on vLLM's builds for CPUs and for CUDA, and the one installed is neither")
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     # Older releases configure their logger at import from these, newer ones only in `vllm serve`.
@@ -43,7 +43,7 @@ def prepare_vllm() -> Build:
         import torch
 
         if not torch.cuda.is_available():
-            raise BenchError(
+            raise CannotRunError(
                 "vLLM's CUDA build is installed and PyTorch sees no GPU: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
             )
     return build
@@ -100,13 +100,13 @@ def memory_folder() -> Path | None:
 
 
 def gpus() -> int:
-    """How many GPUs there are. Raises BenchError for fewer than two: one has nobody to reduce with."""
+    """How many GPUs there are. Raises CannotRunError for fewer than two: one has nobody to reduce with."""
     try:
         found = visible_gpus()
     except BuildError as error:
-        raise BenchError(str(error)) from None
+        raise CannotRunError(str(error)) from None
     if found < 2:
-        raise BenchError(f"an all-reduce needs two GPUs, and PyTorch sees {found}: check CUDA_VISIBLE_DEVICES")
+        raise CannotRunError(f"an all-reduce needs two GPUs, and PyTorch sees {found}: check CUDA_VISIBLE_DEVICES")
     return found
 
 
@@ -152,7 +152,7 @@ def _cpu_setup() -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, CPU_SETUP_PATH / f"{name}.py")
     if spec is None or spec.loader is None:
-        raise BenchError(f"{CPU_SETUP_PATH}: {name}.py is missing: install the package again")
+        raise CannotRunError(f"{CPU_SETUP_PATH}: {name}.py is missing: install the package again")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

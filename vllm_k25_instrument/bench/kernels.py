@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 import torch
 
-from vllm_k25_instrument.bench.errors import BenchError
+from vllm_k25_instrument.bench.errors import CannotRunError
 from vllm_k25_instrument.bench.group import join_group, leave_group, remove_shared_memory
 from vllm_k25_instrument.bench.routing import Chosen
 from vllm_k25_instrument.bench.sizes import ExpertLayer, Projection
@@ -30,7 +30,7 @@ class Experts:
     """
 
     def __init__(self, size: ExpertLayer, device: str) -> None:
-        """Allocates about the layer's bytes. Raises BenchError where vLLM has no kernel for it here."""
+        """Allocates about the layer's bytes. Raises CannotRunError where vLLM has no kernel for it here."""
         from compressed_tensors.quantization import QuantizationArgs  # type: ignore[import-untyped,unused-ignore]
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -70,7 +70,7 @@ class Experts:
             try:
                 self._method: Any = wna16.CompressedTensorsWNA16MoEMethod(weights, None, config)
             except (NotImplementedError, ValueError) as error:
-                raise BenchError(f"vLLM has no kernel here for experts of {size.shape}: {error}") from None
+                raise CannotRunError(f"vLLM has no kernel here for experts of {size.shape}: {error}") from None
             self._layer = self._prepared(MoEActivation.SILU)
 
     @property

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_k25_instrument.bench.errors import BenchError
+from vllm_k25_instrument.bench.errors import CannotRunError
 
 SEED: Final = 25
 MAX_COUNTS_BYTES: Final = 1 << 22
@@ -44,7 +44,7 @@ def choose_experts(
     """The experts of each token; the same for the same `seed`.
 
     `counts`, one per expert, weigh the draw of ``measured``: without replacement, as successive draws would
-    (Gumbel-top-k: Kool, van Hoof, Welling 2019, arXiv 1903.06059). Raises BenchError where they cannot.
+    (Gumbel-top-k: Kool, van Hoof, Welling 2019, arXiv 1903.06059). Raises CannotRunError where they cannot.
     """
     if routing is Routing.SAME:
         return np.tile(np.arange(active, dtype=np.int32), (tokens, 1))
@@ -65,29 +65,31 @@ def distinct_experts(chosen: Chosen) -> int:
 def _weights(counts: Sequence[float], experts: int, active: int) -> NDArray[np.float64]:
     weights = np.asarray(counts, np.float64)
     if weights.shape != (experts,):
-        raise BenchError(f"the counts are of {weights.size:,} experts, and {experts:,} are routed to here")
+        raise CannotRunError(f"the counts are of {weights.size:,} experts, and {experts:,} are routed to here")
     if np.count_nonzero(weights) < active:
-        raise BenchError(f"the counts name {np.count_nonzero(weights)} experts, and a token picks {active}")
+        raise CannotRunError(f"the counts name {np.count_nonzero(weights)} experts, and a token picks {active}")
     return weights
 
 
 def read_counts(path: Path) -> tuple[float, ...]:
     """How often each expert was picked, from a JSON file: a list of numbers, or an object with ``expert_counts``.
 
-    Raises BenchError where it is neither.
+    Raises CannotRunError where it is neither.
     """
     try:
         if path.stat().st_size > MAX_COUNTS_BYTES:
-            raise BenchError(f"{path}: more than {MAX_COUNTS_BYTES >> 20} MiB: no list of expert counts")
+            raise CannotRunError(f"{path}: more than {MAX_COUNTS_BYTES >> 20} MiB: no list of expert counts")
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BenchError(f"{path}: cannot be read: {error.strerror}") from None
+        raise CannotRunError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise BenchError(f"{path}: not valid JSON: {error}") from None
+        raise CannotRunError(f"{path}: not valid JSON: {error}") from None
     counts = found.get("expert_counts") if isinstance(found, dict) else found
     if not isinstance(counts, list) or not counts:
-        raise BenchError(f"{path}: neither a list of counts nor an object with `expert_counts`, one number per expert")
+        raise CannotRunError(
+            f"{path}: neither a list of counts nor an object with `expert_counts`, one number per expert"
+        )
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < 1e18:
-            raise BenchError(f"{path}: {count!r:.40} is no count")
+            raise CannotRunError(f"{path}: {count!r:.40} is no count")
     return tuple(counts)

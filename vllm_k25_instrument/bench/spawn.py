@@ -49,7 +49,7 @@ def _start(folder: Path, rank: int, module: str) -> Rank:
     environment = {**os.environ, "K25_INSTRUMENT": "0"}
     with _log(folder, rank).open("wb") as log:
         return subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-            [sys.executable, "-m", module, str(folder), str(rank)],
+            [sys.executable, "-P", "-m", module, str(folder), str(rank)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

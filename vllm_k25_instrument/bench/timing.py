@@ -119,10 +119,9 @@ class CudaTimer:
 
     has_graphs = True
 
-    def __init__(self) -> None:
-        size = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
-        self._size = max(CACHE_TIMES * size, LEAST_FLUSH)
-        self._buffer: Any = None
+    def __init__(self, fill: Call | None = None) -> None:
+        """`fill` overwrites the caches; the default writes a buffer larger than the second-level cache."""
+        self._fill = fill or _filling_l2()
 
     def times(self, call: Call, repeats: Repeats, *, flush: bool) -> list[float]:
         """See :class:`Timer`. One pair of events per repeat, read after the last."""
@@ -134,7 +133,7 @@ class CudaTimer:
             began = perf_counter_ns()
             while repeats.left(len(pairs), began):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                self._occupy()
+                self._fill()
                 if not flush:
                     call()  # brings back into the caches what the fill has pushed out
                 start.record()
@@ -158,10 +157,12 @@ class CudaTimer:
         replay: Call = graph.replay
         return replay
 
-    def _occupy(self) -> None:
-        if self._buffer is None:
-            self._buffer = torch.empty(self._size, dtype=torch.int8, device="cuda")
-        self._buffer.zero_()
+
+def _filling_l2() -> Call:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    size = max(CACHE_TIMES * int(properties.L2_cache_size), LEAST_FLUSH)
+    buffer = torch.empty(size, dtype=torch.int8, device="cuda")
+    return lambda: buffer.zero_()
 
 
 def make_timer() -> Timer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_k25_instrument.bench.document import BenchDocument, Remark
-from vllm_k25_instrument.bench.errors import BenchError
+from vllm_k25_instrument.bench.errors import BenchError, CannotRunError
 from vllm_k25_instrument.bench.intervals import FEWEST
 from vllm_k25_instrument.bench.routing import EXTREMES, Routing, read_counts
 from vllm_k25_instrument.bench.table import BenchTable
@@ -270,10 +272,11 @@ def finish(
 
 @contextmanager
 def failing(errors: Console, command: str) -> Iterator[None]:
-    """What goes wrong inside becomes one line and an exit code."""
+    """What goes wrong inside becomes one line and an exit code. SIGTERM ends it as Ctrl-C does, ranks and all."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
-    except (LimitsError, typer.BadParameter) as error:
+    except (LimitsError, CannotRunError, typer.BadParameter) as error:
         fail(errors, command, Exit.USAGE, str(error))
     except BenchError as error:
         fail(errors, command, Exit.FAILED, str(error))
@@ -281,6 +284,8 @@ def failing(errors: Console, command: str) -> Iterator[None]:
         if not _is_out_of_memory(error):
             raise
         fail(errors, command, Exit.FAILED, f"out of memory ({error}): fewer --experts or --tokens need less")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
