@@ -160,6 +160,17 @@ def test_the_server_is_started_with_the_plugin_on_and_workers_that_are_spawned(r
     }
 
 
+def test_no_word_that_it_is_given_is_taken_for_more_than_a_word(recipe):
+    hostile = ["$(touch pwned)", "`touch pwned`", "; touch pwned #", "a b", "it's", '"x"', "*", "%s\\n", "line\nline"]
+    out = recipe.folder / "out $(touch pwned) 'x'"
+    recipe.out = out
+    recipe.variables["FAKE_OUT"] = str(out)
+    assert recipe.run(model=("tiny", "--served-model-name", *hostile)).returncode == 0
+    assert recipe.server()["arguments"][2:-2] == hostile
+    assert (out / "report.nsys-rep").exists()
+    assert not list(recipe.folder.rglob("pwned"))
+
+
 def test_every_variable_that_it_sets_is_one_that_is_read(recipe):
     from vllm_k25_instrument.settings import unknown_variables
 
