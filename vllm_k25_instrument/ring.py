@@ -141,6 +141,7 @@ class RingWriter:
             raise OSError(errno.EBUSY, "another living process writes this ring", str(path))
         self.path = path
         self._written = 0
+        self._was_cut = False
         self._identity = identity
         self._details: dict[str, int] = {"": 0}
         self._metadata_sequence = 0
@@ -217,7 +218,9 @@ class RingWriter:
         """Make a file whole again that somebody has cut short. Its samples are gone, its counters are not."""
         if os.fstat(self._fd).st_size >= self.layout.file_bytes:
             return
-        logger.warning("K25: %s has been cut short by another process; its samples so far are gone", self.path)
+        if not self._was_cut:  # said once: whoever does this may do it again and again
+            self._was_cut = True
+            logger.warning("K25: %s has been cut short by another process; its samples so far are gone", self.path)
         os.posix_fallocate(self._fd, 0, self.layout.file_bytes)
         self._write_preamble()
         self.publish()

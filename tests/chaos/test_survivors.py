@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,6 +18,8 @@ from tests.exposition import assert_exposition_is_sound, our_samples
 
 RING_MIB = 64
 TIMES = 25
+# Without Python stacks: writing those takes minutes, in which vLLM answers nobody.
+PROFILER = {"profiler": "torch", "torch_profiler_with_stack": False, "torch_profiler_dump_cuda_time_total": False}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def lab(launch: Launch, nvtx_logger: Path, shm: Path, tmp_path_factory: pytest.T
     with (
         launch(
             "survivor",
-            extra_args=("--profiler-config", f'{{"profiler": "torch", "torch_profiler_dir": "{folder}/traces"}}'),
+            extra_args=("--profiler-config", json.dumps({**PROFILER, "torch_profiler_dir": f"{folder}/traces"})),
             K25_INSTRUMENT="1",
             K25_SAMPLE_EVERY="1",
             K25_RING_DIR=str(shm / "rings"),
