@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 
-.PHONY: help setup check-setup demo test lint audit bench clean
+.PHONY: help setup check-setup demo test matrix lint audit bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,11 @@ demo: setup  ## serve a tiny Kimi-K2.5 with two workers, and show where its time
 
 test: setup  ## the whole test suite
 	@$(VENV)/bin/python -m pytest -q $(ARGS)
+
+matrix: setup  ## the hook table against every supported vLLM release (the first time 4 GB of downloads, 1 GB kept)
+	@$(VENV)/bin/python tools/fetch_vllm.py --matrix
+	@K25_MATRIX=1 $(VENV)/bin/python -m pytest -q tests/contract/test_matrix.py $(ARGS)
+	@$(VENV)/bin/python tools/compatibility.py
 
 lint: setup  ## ruff and mypy
 	@$(VENV)/bin/ruff check .

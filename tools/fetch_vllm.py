@@ -3,6 +3,7 @@
 
     python tools/fetch_vllm.py 0.16.0 0.33.0     fetch them; prints the folder of each
     python tools/fetch_vllm.py --matrix          every release of the matrix (hooks/releases.py), one after the other
+    python tools/fetch_vllm.py --newest          the newest of them
     python tools/fetch_vllm.py --where 0.16.0    print the folder; exit 1 where it is not there
 
 A tree is ${XDG_CACHE_HOME:-~/.cache}/vllm-k25-instrument/vllm-0.16.0/vllm/...: 40 MB, none of which is ever imported.
@@ -103,15 +104,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("versions", nargs="*", metavar="VERSION")
     parser.add_argument("--matrix", action="store_true", help="every release of the matrix")
+    parser.add_argument("--newest", action="store_true", help="the newest release of the matrix")
     parser.add_argument("--where", action="store_true", help="download nothing")
     arguments = parser.parse_args()
     versions = list(arguments.versions)
-    if arguments.matrix:
-        from vllm_k25_instrument.hooks.releases import BETWEEN, MATRIX
+    if arguments.matrix or arguments.newest:
+        from vllm_k25_instrument.hooks.releases import BETWEEN, MATRIX, NEWEST
 
-        versions += [*MATRIX, *BETWEEN]
+        versions += [*MATRIX, *BETWEEN] if arguments.matrix else [NEWEST]
     if not versions:
-        parser.error("name a release, or --matrix")
+        parser.error("name a release, or --matrix, or --newest")
     failed = False
     for version in versions:
         try:

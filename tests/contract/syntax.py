@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+_ALIAS = re.compile(r"\b(\w+) as (\w+)")
 _CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.MULTILINE)
 
 
@@ -158,12 +159,22 @@ class VllmTree:
     def _children(self) -> dict[tuple[str, str], list[tuple[str, ast.ClassDef]]]:
         """Subclasses by (module, name) of the class that they name as a base; bases outside of vLLM are left out."""
         by_base_name: dict[str, list[tuple[str, str]]] = {}
+        aliases: dict[str, set[str]] = {}
         for module, text in self.texts.items():
+            for name, alias in _ALIAS.findall(text):
+                aliases.setdefault(name, {name}).add(alias)
             for match in _CLASS.finditer(text):
                 for base in re.findall(r"[\w.]+", re.sub(r"\[[^]]*\]", "", match[2])):
                     by_base_name.setdefault(base.rpartition(".")[2], []).append((module, match[1]))
-        self._by_base_name = by_base_name
-        return _Children(self)
+        return _Children(self, by_base_name, aliases)
+
+    def with_text(self, module: str, text: str) -> VllmTree:
+        """The same tree with another text of one module."""
+        other = VllmTree(self.root)
+        other.texts = {**self.texts, module: text}
+        other._parsed = {name: tree for name, tree in self._parsed.items() if name != module}
+        other._calls = {name: calls for name, calls in self._calls.items() if name != module}
+        return other
 
     # --- calls and attributes ----------------------------------------------------------------------------
 
@@ -206,15 +217,18 @@ class VllmTree:
 class _Children(dict):
     """Looked up base by base, so that only modules are parsed that may hold a subclass."""
 
-    def __init__(self, tree: VllmTree) -> None:
+    def __init__(
+        self, tree: VllmTree, by_base_name: dict[str, list[tuple[str, str]]], aliases: dict[str, set[str]]
+    ) -> None:
         super().__init__()
-        self._tree = tree
+        self._tree, self._by_base_name, self._aliases = tree, by_base_name, aliases
 
     def get(self, key, default=()):
         if key not in self:
             module, name = key
             found = []
-            for where, child in self._tree._by_base_name.get(name, ()):
+            named = (c for alias in self._aliases.get(name, {name}) for c in self._by_base_name.get(alias, ()))
+            for where, child in dict.fromkeys(named):
                 cls = self._tree.find_class(where, child)
                 if cls is None or cls[0] != where:
                     continue

@@ -54,7 +54,7 @@ class Absence:
     reason: str
 
 
-_TIMED_GRAPHS: Final = "before 0.20 CUDA graphs are not timed: steps that replay one have a duration only"
+_TIMED_GRAPHS: Final = "CUDA graphs are not timed there: steps that replay one have a duration only"
 _GRAPHS: Final = "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager"
 
 ABSENCES: Final = (
@@ -63,11 +63,13 @@ ABSENCES: Final = (
     ),
     Absence("broadcast", "<0.17", "the device communicator has no broadcast; it goes to torch.distributed directly"),
     Absence("graph_capture", "<0.20", _TIMED_GRAPHS),
-    Absence("graph_memory", "<0.18", _TIMED_GRAPHS),
+    Absence("graph_memory", "<0.20", "no twin graphs are made, so no memory is set aside for them"),
     Absence("graph_release", "<0.18", "nothing drops captured graphs"),
     Absence(f"{_GRAPHS}.capture", "<0.20", _TIMED_GRAPHS),
     Absence(f"{_GRAPHS}.run_fullgraph", "<0.20", _TIMED_GRAPHS),
     Absence("vllm.v1.worker.gpu_model_runner:GPUModelRunner._capture_cudagraphs", "<0.20", _TIMED_GRAPHS),
+    Absence("vllm.v1.worker.gpu_model_runner:GPUModelRunner.profile_cudagraph_memory", "<0.20", _TIMED_GRAPHS),
+    Absence("vllm.v1.worker.gpu.model_runner:GPUModelRunner.profile_cudagraph_memory", "<0.20", _TIMED_GRAPHS),
     Absence(
         "vllm.v1.attention.backend:AttentionImpl.forward",
         "<0.16",

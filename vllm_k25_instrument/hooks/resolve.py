@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Final
 
 from vllm_k25_instrument.hooks.point import HookPoint
+
+_VERSION: Final = re.compile(r"^__version__\s*=[^'\"\n]*['\"]([^'\"\n]+)['\"]", re.MULTILINE)
 
 
 def installed_vllm() -> Path | None:
@@ -20,6 +24,16 @@ def installed_vllm() -> Path | None:
     except (ImportError, ValueError):
         return None
     return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def version_of(vllm_root: Path) -> str:
+    """The version that a vLLM package says it is, read from its `_version.py`; "" where it does not say."""
+    try:
+        text = (vllm_root / "_version.py").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = _VERSION.search(text)
+    return found[1] if found else ""
 
 
 def target_exists(point: HookPoint, vllm_root: Path) -> bool:
