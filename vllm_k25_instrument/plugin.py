@@ -124,12 +124,16 @@ def _is_front_end() -> bool:
 
 def _ensure_instance(settings: Settings) -> bool:
     """The instance that this process belongs to: its parent's, or a new one. False where there can be none."""
-    from vllm_k25_instrument.instances import INSTANCE_VARIABLE, create_instance
+    from vllm_k25_instrument.instances import INSTANCE_VARIABLE, create_instance, join_instance, launched_together
 
     if _inherits_instance():
         return True
     try:
-        created, _Process.instance_fd = create_instance(settings.ring_dir, settings.ring_keep)
+        together = launched_together()
+        if together:
+            created, _Process.instance_fd = join_instance(settings.ring_dir, together, settings.ring_keep)
+        else:
+            created, _Process.instance_fd = create_instance(settings.ring_dir, settings.ring_keep)
     except OSError as error:
         logger.error(
             "K25: not instrumenting: cannot use K25_RING_DIR=%s (%s); set it to a writable directory on a local tmpfs",
@@ -183,6 +187,7 @@ def watched(constructor: Callable[..., None]) -> Callable[..., None]:
 def start_worker(settings: Settings, worker: Any) -> None:
     """Instrument this process, in which vLLM has just constructed `worker`. Idempotent; never raises."""
     if _Process.worker is not None:
+        _Process.worker.another(worker)
         return
     try:
         from vllm_k25_instrument.instances import INSTANCE_VARIABLE, remove_dead_instances

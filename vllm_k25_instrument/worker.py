@@ -7,16 +7,18 @@ own under tensor parallelism, the engine's process with one rank, the user's own
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_k25_instrument import __version__, markers
+from vllm_k25_instrument.hooks.layers import KINDS, layers_of
 from vllm_k25_instrument.hooks.patcher import Patcher, version_matches
-from vllm_k25_instrument.hooks.point import HookPoint
+from vllm_k25_instrument.hooks.point import HookPoint, HookState
 from vllm_k25_instrument.hooks.table import HOOK_TABLE, TESTED_VLLM
-from vllm_k25_instrument.instances import open_instance
+from vllm_k25_instrument.instances import instance_of_engine, launched_together, open_instance
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import RankCoordinates, RankIdentity
 from vllm_k25_instrument.recorder.cuda import CudaDevice, in_graph_timing_problem
@@ -35,6 +37,8 @@ class WorkerInstrument:
         Raises OSError where the ring cannot be made.
         """
         config = worker.vllm_config
+        self._engine = engine_of(config)
+        instance = instance_of_engine(settings.ring_dir, instance, self._engine)
         identity = RankIdentity(
             instance=instance,
             pid=os.getpid(),
@@ -97,6 +101,13 @@ class WorkerInstrument:
     def path(self) -> Path:
         return self.ring.path
 
+    def another(self, worker: Any) -> None:
+        """VLLM has constructed another worker in this process. There is one recorder, as there is one set of hooks."""
+        if engine_of(worker.vllm_config) != self._engine:
+            logger.warning(
+                "K25: another engine in this process: its steps are recorded as the first one's, in %s", self.path
+            )
+
     def start(self) -> None:
         """Put the hooks in place."""
         self.patcher.install()
@@ -132,21 +143,55 @@ class WorkerInstrument:
             settings.graphs,
             sizes=settings.graph_sizes,
             agree=all_ranks_agree,
-            on_captured=self.ring.totals.add_twins,
+            on_captured=self._twins_captured,
         )
+
+    def _twins_captured(self, nbytes: int, capture_ns: int) -> None:
+        self.ring.totals.add_twins(nbytes, capture_ns)
+        self.ring.publish()
 
     def _model_loaded(self) -> None:
         """All that the model needs is imported: look again for what was not there, and say what is missing."""
-        runner = type(getattr(self._worker, "model_runner", None))
-        self.ring.set_identity(replace(self.ring.identity, runner=f"{runner.__module__}.{runner.__qualname__}"))
+        runner = getattr(self._worker, "model_runner", None)
+        layers = self._find_layers(runner)
+        kind = type(runner)
+        self.ring.set_identity(
+            replace(self.ring.identity, runner=f"{kind.__module__}.{kind.__qualname__}", layers=layers)
+        )
         self.patcher.retry()
-        for name, state in self.patcher.states_by_name().items():
-            if state == "missing":
-                logger.warning(
-                    "K25: vLLM %s has no target for hook %s; its time will show as unattributed",
-                    self.ring.identity.vllm_version,
-                    name,
-                )
+        self._warn_of_missing_targets()
+
+    def _warn_of_missing_targets(self) -> None:
+        """A line per hook that has lost targets: all of them, or some, the others being in use."""
+        states = self.patcher.states
+        missing: dict[str, list[str]] = {}
+        for point, state in states.items():
+            if state is HookState.MISSING:
+                missing.setdefault(point.name, []).append(point.id)
+        for name, targets in missing.items():
+            lost_all = self.patcher.states_by_name()[name] == HookState.MISSING
+            logger.warning(
+                "K25: vLLM %s has no target for hook %s%s (%s is gone); its time will show as unattributed",
+                self.ring.identity.vllm_version,
+                name,
+                "" if lost_all else " in one place",
+                ", ".join(targets),
+            )
+
+    def _find_layers(self, runner: Any) -> dict[str, int]:
+        """How many layers of which kind the model has; {} where it cannot be told."""
+        try:
+            layers = layers_of(runner)
+        except Exception as error:
+            logger.warning("K25: the model's layers cannot be counted: %s: %s", type(error).__name__, error)
+            return {}
+        unknown = {kind: count for kind, count in layers.items() if kind not in KINDS}
+        if unknown:
+            logger.warning(
+                "K25: no hook for %s; their time will show as unattributed",
+                ", ".join(f"{count} {kind}" for kind, count in sorted(unknown.items())),
+            )
+        return layers
 
     def _hooks_changed(self) -> None:
         states = self.patcher.states_by_name()
@@ -171,14 +216,16 @@ def coordinates_of(config: Any, rank: int, local_rank: int) -> RankCoordinates:
     """A worker's coordinates from vLLM's configuration.
 
     vLLM numbers ranks with tensor parallelism innermost, then prefill-context parallelism, then pipeline
-    (`parallel_state.initialize_model_parallel`); each data-parallel replica counts from 0 for itself.
+    (`parallel_state.initialize_model_parallel`); each data-parallel replica counts from 0 for itself. The replicas of a
+    model without experts are engines of their own: vLLM tells each that there is one of them, rank 0, and leaves only
+    its index (`ParallelConfig.reconfigure_for_independent_dp_rank`), so that `dp_size` is at least what that implies.
     """
     parallel = config.parallel_config
     tp_size = parallel.tensor_parallel_size
     pp_size = parallel.pipeline_parallel_size
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
-    dp_size = parallel.data_parallel_size
-    dp = parallel.data_parallel_rank
+    dp = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+    dp_size = max(parallel.data_parallel_size, dp + 1)
     replica = tp_size * pp_size * pcp_size
     in_replica = rank % replica
     tp = in_replica % tp_size
@@ -188,11 +235,21 @@ def coordinates_of(config: Any, rank: int, local_rank: int) -> RankCoordinates:
         tp=tp,
         pp=in_replica // (tp_size * pcp_size),
         dp=dp,
-        ep=dp * tp_size + tp if getattr(parallel, "enable_expert_parallel", False) else -1,
+        ep=dp * tp_size * pcp_size + in_replica % (tp_size * pcp_size)
+        if getattr(parallel, "enable_expert_parallel", False)
+        else -1,
         tp_size=tp_size,
         pp_size=pp_size,
         dp_size=dp_size,
     )
+
+
+def engine_of(config: Any) -> str:
+    """What the workers of one engine and its data-parallel replicas have in common, and no other engine has."""
+    if launched_together():  # each process has made its own configuration; there is one engine
+        return "torchrun"
+    # Ray's data-parallel replicas append their number.
+    return re.sub(r"_dp\d+$", "", str(getattr(config, "instance_id", "")))
 
 
 def device_kind() -> str:

@@ -31,6 +31,11 @@ def _pynccl_path(args: Args, kwargs: Kwargs) -> AllReducePath:
     return AllReducePath.NCCL_SYMM_MEM if symmetric else AllReducePath.PYNCCL
 
 
+def _received_bytes(args: Args, kwargs: Kwargs) -> int:
+    """Bytes of a pipeline stage's inputs. Reading the attribute `tensors` would wait for them."""
+    return sum(tensor.nbytes for tensor in vars(args[0])["tensors"].values())
+
+
 def _path(module: str, target: str, path: AllReducePath, versions: str = "") -> HookPoint:
     return HookPoint(
         "all_reduce_path",
@@ -99,6 +104,33 @@ COLLECTIVE_POINTS: Final = (
     _collective("broadcast", "broadcast", ">=0.17"),
     _collective("send_recv", "send"),
     _collective("send_recv", "recv"),
+    # Between pipeline stages: what a stage waits for, and receives, in the step that needs it.
+    HookPoint(
+        "send_recv",
+        HookKind.RANGE,
+        "vllm.v1.worker.gpu_worker",
+        "AsyncIntermediateTensors.wait_for_comm",
+        versions=">=0.17",
+        category=Category.COLLECTIVE,
+        detail=lambda args, kwargs: "pipeline recv",
+        nbytes=_received_bytes,
+    ),
+    # Between data-parallel ranks, before each step: the batch size and graph mode that they agree on.
+    *(
+        HookPoint(
+            "dp_sync",
+            HookKind.RANGE,
+            module,
+            function,
+            versions=versions,
+            category=Category.COLLECTIVE,
+            detail=lambda args, kwargs: "dp_sync",
+        )
+        for module, function, versions in (
+            ("vllm.v1.worker.dp_utils", "_run_ar", ""),
+            ("vllm.v1.worker.gpu.dp_utils", "sync_cudagraph_and_dp_padding", ">=0.18"),
+        )
+    ),
     _collective("moe_dispatch", "dispatch"),
     _collective("moe_dispatch", "dispatch_router_logits", ">=0.16"),
     _collective("moe_combine", "combine"),
