@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import vllm_k25_instrument
+from tests.samples import run_python
 
 PACKAGE = "vllm_k25_instrument"
 SOURCE = Path(vllm_k25_instrument.__file__).parent
@@ -128,3 +129,15 @@ def test_the_plugin_loads_nothing_of_the_package_but_its_logger():
 def test_these_rules_are_about_modules_that_exist():
     for room in ("hooks", "recorder", "export", "report", "worker", "plugin", "ring", "totals", "markers"):
         assert modules_of(room), room
+
+
+def test_every_command_starts_without_numpy_and_other_libraries_that_take_their_time():
+    heavy = ("numpy", "torch", "vllm", "prometheus_client", "opentelemetry", "grpc", "ray")
+    result = run_python(
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from vllm_k25_instrument.cli import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        f"print(*sorted(set(sys.modules) & {set(heavy)!r}))"
+    )
+    assert (result.returncode, result.stdout.split()) == (0, []), result.stderr

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.samples import pack, random_sample
+from vllm_k25_instrument.gaps import gaps_of, gaps_of_packed
 from vllm_k25_instrument.model import (
     PHASES,
     Category,
@@ -22,8 +23,6 @@ from vllm_k25_instrument.positions import (
     POSITIONS,
     Position,
     can_infer,
-    gaps_of,
-    gaps_of_packed,
 )
 
 R, C, E, T, H, A, S, P = (

@@ -5,14 +5,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
 from vllm_k25_instrument.bench.errors import CannotRunError
 from vllm_k25_instrument.bench.group import join_group, leave_group, remove_shared_memory
-from vllm_k25_instrument.bench.routing import Chosen
 from vllm_k25_instrument.bench.sizes import ExpertLayer, Projection
+
+if TYPE_CHECKING:
+    from vllm_k25_instrument.bench.routing import Chosen
 
 REPACKED_ON_CPU: Final = 8
 """Experts whose weights are really repacked on a CPU, where that takes half a second each; the others get copies. No

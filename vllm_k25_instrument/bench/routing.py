@@ -12,12 +12,16 @@ import json
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final
 
 from vllm_k25_instrument.bench.errors import CannotRunError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Chosen = NDArray[np.int32]
+    """Shape (tokens, active experts): the experts of each token, all different."""
 
 SEED: Final = 25
 MAX_COUNTS_BYTES: Final = 1 << 22
@@ -34,9 +38,6 @@ class Routing(StrEnum):
 
 EXTREMES: Final = (Routing.SAME, Routing.SPREAD)
 
-Chosen = NDArray[np.int32]
-"""Shape (tokens, active experts): the experts of each token, all different."""
-
 
 def choose_experts(
     routing: Routing, tokens: int, experts: int, active: int, counts: Sequence[float] = (), *, seed: int = SEED
@@ -46,6 +47,8 @@ def choose_experts(
     `counts`, one per expert, weigh the draw of ``measured``: without replacement, as successive draws would
     (Gumbel-top-k: Kool, van Hoof, Welling 2019, arXiv 1903.06059). Raises CannotRunError where they cannot.
     """
+    import numpy as np  # here and not above: every command waits for what this module imports
+
     if routing is Routing.SAME:
         return np.tile(np.arange(active, dtype=np.int32), (tokens, 1))
     if routing is Routing.SPREAD:
@@ -59,10 +62,14 @@ def choose_experts(
 
 def distinct_experts(chosen: Chosen) -> int:
     """How many experts at least one token picked."""
+    import numpy as np
+
     return int(np.unique(chosen).size)
 
 
 def _weights(counts: Sequence[float], experts: int, active: int) -> NDArray[np.float64]:
+    import numpy as np
+
     weights = np.asarray(counts, np.float64)
     if weights.shape != (experts,):
         raise CannotRunError(f"the counts are of {weights.size:,} experts, and {experts:,} are routed to here")

@@ -8,8 +8,9 @@ from typing import Final
 
 import numpy as np
 
+from vllm_k25_instrument.gaps import gaps_of_packed
 from vllm_k25_instrument.model import PHASES
-from vllm_k25_instrument.positions import POSITIONS, UNNAMED, can_infer, gaps_of_packed
+from vllm_k25_instrument.positions import POSITIONS, UNNAMED, can_infer
 from vllm_k25_instrument.ring import RingReader
 
 POSITION_LABELS: Final = (*POSITIONS, UNNAMED)

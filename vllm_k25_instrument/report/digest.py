@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_k25_instrument.model import Category, GraphMode, Phase, StepSample, batch_label, exposed_ns
-from vllm_k25_instrument.positions import Position, gaps_of
+from vllm_k25_instrument.positions import Position
 
 
 class GroupKey(NamedTuple):
@@ -86,5 +86,12 @@ def digest_step(rank: int, sample: StepSample, *, infer: bool = False) -> StepDi
             for category in sums
             if category is not Category.UNATTRIBUTED
         },
-        between_ns=gaps_of(sample) if infer and sample.complete else {},
+        between_ns=_gaps_of(sample) if infer and sample.complete else {},
     )
+
+
+def _gaps_of(sample: StepSample) -> dict[Position, int]:
+    # Here and not above, since it brings numpy, which no command should wait for before it has work.
+    from vllm_k25_instrument.gaps import gaps_of
+
+    return gaps_of(sample)
