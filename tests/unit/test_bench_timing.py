@@ -9,7 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.sim.torch_cuda import install  # noqa: E402
+from vllm_k25_instrument.bench.document import BenchMachine  # noqa: E402
+from vllm_k25_instrument.bench.in_vllm import foreign_floors  # noqa: E402
+from vllm_k25_instrument.bench.overhead import KERNELS, cuda_rows  # noqa: E402
 from vllm_k25_instrument.bench.timing import CudaTimer, HostTimer, Repeats, last_level_cache_bytes  # noqa: E402
+from vllm_k25_instrument.limits.gpus import find_gpu  # noqa: E402
 
 
 def spin(ns: int) -> None:
@@ -64,3 +68,22 @@ def test_without_a_flush_the_call_itself_warms_the_caches_again(gpu):
     timer.times(lambda: gpu.launch("a", 1_000), Repeats(6, 60.0), flush=False)
     names = [execution.name for execution in gpu.executions][-3:]
     assert names == ["fill", "a", "a"]
+
+
+def test_the_events_of_a_twin_are_what_its_replay_takes_longer(gpu):
+    timer = CudaTimer(fill=lambda: gpu.launch("fill", 90_000))
+    eager, plain, twin = cuda_rows(6, timer, lambda: gpu.launch("k", 1_000))
+    assert plain.median_ns == pytest.approx(KERNELS * 1_000, abs=2 * gpu.event_ns)
+    assert twin.median_ns - plain.median_ns == pytest.approx(2 * KERNELS * gpu.event_ns, rel=0.05)
+    assert eager.median_ns > 0
+    assert {row.calls for row in (eager, plain, twin)} == {KERNELS}
+    assert gpu.refusals == []
+
+
+def test_floors_of_another_machine_are_said_to_be():
+    machine = BenchMachine("cpu", "p", "v", "t", 1)
+    assert foreign_floors(None, machine) is None
+    assert foreign_floors(find_gpu("h200"), BenchMachine("cuda", "H200", "v", "t", 1, gpu="h200")) is None
+    remark = foreign_floors(find_gpu("h200"), machine)
+    assert remark is not None
+    assert "H200" in remark.message

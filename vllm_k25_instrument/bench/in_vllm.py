@@ -16,7 +16,7 @@ from vllm_k25_instrument.bench.errors import CannotRunError
 from vllm_k25_instrument.demo.build import Build, BuildError, visible_gpus, vllm_build, vllm_version
 from vllm_k25_instrument.demo.server import CPU_SETUP_PATH, VllmMissingError, require_vllm
 from vllm_k25_instrument.limits.errors import LimitsError
-from vllm_k25_instrument.limits.gpus import AUTO, Gpu, find_gpu
+from vllm_k25_instrument.limits.gpus import AUTO, Gpu, find_gpu, installed_gpu
 
 CPU: Final = "cpu"
 
@@ -69,17 +69,20 @@ def busy_remark() -> Remark | None:
 def describe_machine(
     build: Build, *, ranks: int = 1, threads: int | None = None, link: str | None = None
 ) -> BenchMachine:
-    """What it runs on. Imports torch; with a CUDA build it opens the device, but for `ranks` > 1."""
+    """What it runs on. Opens no device."""
     import torch
 
     gpu: Gpu | None = None
     if build is Build.CPU:
         name = cpu_name()
     else:
-        name = str(torch.cuda.get_device_name(0))
+        try:
+            name = installed_gpu()
+        except LimitsError:
+            name = "a GPU that neither NVML nor torch names"
         try:
             gpu = find_gpu(name)
-        except LimitsError:
+        except LimitsError:  # not in the table: no floors
             gpu = None
     return BenchMachine(
         device=CPU if build is Build.CPU else "cuda",
@@ -130,6 +133,13 @@ def floor_gpu(name: str | None, machine: BenchMachine) -> Gpu | None:
     if name is not None and name.lower() != AUTO:
         return find_gpu(name)
     return find_gpu(machine.gpu) if machine.gpu else None
+
+
+def foreign_floors(sheet: Gpu | None, machine: BenchMachine) -> Remark | None:
+    """A warning where the floors are of another machine than the one that was measured."""
+    if sheet is None or sheet.key == machine.gpu:
+        return None
+    return Remark("floors_of_another", f"floors are of {sheet.name}, which is not what ran here")
 
 
 def allow_int4_experts() -> bool:

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from vllm_k25_instrument.bench.document import BenchDocument, BenchMachine, Kind, Remark, Row
 from vllm_k25_instrument.bench.hooked_calls import CALLS_PER_STEP, SCHEDULED, HookedCalls, make_recorder
 from vllm_k25_instrument.bench.intervals import median_interval
-from vllm_k25_instrument.bench.timing import CudaTimer, Repeats, no_collection
+from vllm_k25_instrument.bench.timing import CudaTimer, Repeats, Timer, no_collection
 from vllm_k25_instrument.export.collector import RingCollector
 from vllm_k25_instrument.model import (
     CATEGORY_CODE,
@@ -186,28 +186,28 @@ def sample_bytes() -> bytes:
     )
 
 
-def cuda_rows(repeats: int) -> list[Row]:
+def cuda_rows(repeats: int, timer: Timer | None = None, kernel: Callable[[], object] | None = None) -> list[Row]:
     """What timing events cost: the host per range in an eager step, the device per replay of a twin.
 
-    A twin is a graph with two external events around each range; the same graph without is replayed beside it. Not yet
-    run on a GPU.
+    A twin is a graph with two external events around each range; the same graph without is replayed beside it.
+    `kernel` launches one. Not yet run on a GPU.
     """
     from vllm_k25_instrument.recorder.cuda import CudaDevice
 
-    timer = CudaTimer()
-    tensor = torch.zeros(7168, dtype=torch.bfloat16, device="cuda")
+    timer = timer or CudaTimer()
+    launch = kernel or _adding_one()
     device = CudaDevice()
 
     def bare() -> None:
         for _ in range(KERNELS):
-            tensor.add_(1)
+            launch()
 
     kept: list[Any] = []  # a graph's events must outlive it
 
     def marked() -> None:
         for _ in range(KERNELS):
             kept.append(device.mark())
-            tensor.add_(1)
+            launch()
             kept.append(device.mark())
 
     hosts = []
@@ -226,6 +226,11 @@ def cuda_rows(repeats: int) -> list[Row]:
         _row("replay of a graph", "torch.cuda.CUDAGraph", text, plain, calls=KERNELS),
         _row("replay of its twin", "recorder.cuda", f"{text}, two events around each", timed, calls=KERNELS),
     ]
+
+
+def _adding_one() -> Callable[[], object]:
+    tensor = torch.zeros(7168, dtype=torch.bfloat16, device="cuda")
+    return lambda: tensor.add_(1)
 
 
 def _graph_with_events(device: Any, marked: Callable[[], None]) -> Callable[[], object]:

@@ -165,6 +165,6 @@ def _filling_l2() -> Call:
     return lambda: buffer.zero_()
 
 
-def make_timer() -> Timer:
-    """The timer of vLLM's platform here."""
-    return CudaTimer() if torch.cuda.is_available() else HostTimer()
+def make_timer(device: str) -> Timer:
+    """The timer of a vLLM platform: ``cpu`` or ``cuda``."""
+    return HostTimer() if device == "cpu" else CudaTimer()

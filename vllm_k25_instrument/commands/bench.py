@@ -160,8 +160,10 @@ def moe(
         sheet = in_vllm.floor_gpu(gpu, machine)
         allowed = machine.device != in_vllm.CPU or in_vllm.allow_int4_experts()
         with progress(errors) as say:
-            document = room.run_moe(plan, machine, timing.make_timer(), sheet, int4_allowed=allowed, say=say)
-    document = with_remark(document, busy)
+            document = room.run_moe(
+                plan, machine, timing.make_timer(machine.device), sheet, int4_allowed=allowed, say=say
+            )
+    document = with_remarks(document, busy, in_vllm.foreign_floors(sheet, machine))
     finish(errors, command, document, json_file, room.INCOMPLETE)
 
 
@@ -225,7 +227,8 @@ def all_reduce(
         busy = in_vllm.busy_remark()
         with progress(errors) as say:
             document = room.run_all_reduce(plan, machine, joined, cores=cores, say=say)
-    finish(errors, command, with_remark(document, busy), json_file, frozenset())
+    document = with_remarks(document, busy, in_vllm.foreign_floors(sheet, machine))
+    finish(errors, command, document, json_file, frozenset())
 
 
 @bench.command("overhead")
@@ -250,12 +253,12 @@ def overhead(
             document = room.run_overhead(
                 room.OverheadPlan(repeats), in_vllm.describe_machine(build), say=say, in_memory=in_vllm.memory_folder()
             )
-    finish(errors, command, with_remark(document, busy), json_file, frozenset())
+    finish(errors, command, with_remarks(document, busy), json_file, frozenset())
 
 
-def with_remark(document: BenchDocument, remark: Remark | None) -> BenchDocument:
-    """The document with one more warning, if there is one."""
-    return document if remark is None else replace(document, warnings=(*document.warnings, remark))
+def with_remarks(document: BenchDocument, *remarks: Remark | None) -> BenchDocument:
+    """The document with further warnings, of those that there are."""
+    return replace(document, warnings=(*document.warnings, *(remark for remark in remarks if remark is not None)))
 
 
 def finish(
