@@ -27,8 +27,8 @@ Series = Mapping[tuple[str, Labels], float]
 class ScrapeFigures:
     """Decode steps of one batch label between two scrapes. Times are ns per step, mean over the ranks.
 
-    `batch` is the concurrency, or the upper bound of another label that the steps have. All-reduces are not told apart by
-    phase: theirs are means over all sampled steps.
+    `batch` is the concurrency, or the upper bound of another label that the steps have. All-reduces are not told apart
+    by phase: theirs are means over all sampled steps.
     """
 
     batch: float
