@@ -251,12 +251,8 @@ def inserted(text: str, lines: Sequence[Insertion]) -> str:
 # --- the series --------------------------------------------------------------------------------------------
 
 
-def series_of(root: Path, version: str) -> dict[str, str]:
-    """The patches of the tree in `root` (a folder `vllm`), by file name, in the order to apply them in.
-
-    Raises PatchError.
-    """
-    tree = SourceTree(root)
+def series_of(tree: SourceTree, version: str) -> dict[str, str]:
+    """The patches of a tree, by file name, in the order to apply them in. Raises PatchError."""
     by_group = marks_of(tree, version)
     wanted: dict[str, list[Insertion]] = {}
     texts: dict[str, str] = {}
@@ -278,7 +274,7 @@ def series_of(root: Path, version: str) -> dict[str, str]:
             before, after = texts.get(name, module.text), inserted(module.text, known)
             compile(after, str(module.path), "exec", dont_inherit=True)
             texts[name] = after
-            diffs.append(diff_of(module.path.relative_to(root.parent).as_posix(), before, after))
+            diffs.append(diff_of(module.path.relative_to(tree.root.parent).as_posix(), before, after))
         heading = f"{ABOUT[group]}\n\nvLLM {version}, {number}/{len(groups)}, made by tools/make_patches.py.\n\n"
         series[f"{number:04d}-{group}.patch"] = heading + "".join(diffs)
     return series
@@ -338,7 +334,7 @@ def main() -> int:
         try:
             if not root.is_dir():
                 raise PatchError(f"no tree in {root}: python tools/fetch_vllm.py {version}")
-            series = series_of(root, version)
+            series = series_of(SourceTree(root), version)
         except PatchError as error:
             failed = True
             print(f"[patches] {version}: {error}", file=sys.stderr, flush=True)

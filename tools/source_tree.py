@@ -94,6 +94,7 @@ class SourceTree:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._modules: dict[str, Module | None] = {}
+        self._families: dict[ClassId, list[ClassId]] = {}
 
     def module(self, name: str) -> Module | None:
         """The module of that dotted name; None where the tree has none."""
@@ -103,6 +104,11 @@ class SourceTree:
 
     def family(self, root: ClassId) -> list[ClassId]:
         """`root` and all classes of the tree that derive from it, by module and position."""
+        if root not in self._families:
+            self._families[root] = self._find_family(root)
+        return self._families[root]
+
+    def _find_family(self, root: ClassId) -> list[ClassId]:
         known = {root}
         names = {root.qualname.rpartition(".")[2]}
         examined: set[tuple[str, frozenset[str]]] = set()
