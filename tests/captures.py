@@ -37,8 +37,8 @@ class CaptureBuilder:
     _launches: list[tuple[Any, ...]] = field(default_factory=list)
     _annotations: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def annotate(self, name: str, start: int, end: int, thread: int = 1) -> int:
-        self._annotations.append((start, end - start, self._name(name), thread, len(self._annotations)))
+    def annotate(self, name: str, start: int, end: int, thread: int = 1, *, is_open: bool = False) -> int:
+        self._annotations.append((start, end - start, self._name(name), thread, len(self._annotations), is_open))
         return len(self._annotations) - 1
 
     def launch(
@@ -98,6 +98,7 @@ class CaptureBuilder:
                 name=_column(annotations, 2, np.int32),
                 thread=_column(annotations, 3, np.int64),
                 parent=np.array(_parents(annotations), np.int32),
+                is_open=_column(annotations, 5, np.bool_),
             ),
             rank=self.rank,
             world_size=self.world_size,
@@ -117,7 +118,7 @@ def _column(rows: Sequence[Sequence[Any]], at: int, dtype: Any) -> Any:
 
 def _parents(rows: Sequence[Sequence[Any]]) -> list[int]:
     parents = []
-    for index, (start, _, _, thread, _) in enumerate(rows):
+    for index, (start, _, _, thread, *_) in enumerate(rows):
         around = [n for n in range(index) if rows[n][3] == thread and start < rows[n][0] + rows[n][1]]
         parents.append(around[-1] if around else -1)
     return parents

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.captures import CaptureBuilder
-from vllm_k25_instrument.analysis.capture import Note, NoteCode
+from vllm_k25_instrument.analysis.capture import NoteCode
 from vllm_k25_instrument.analysis.step_names import StepKind
 from vllm_k25_instrument.analysis.steps import find_steps, innermost
 from vllm_k25_instrument.model import Phase
@@ -81,8 +81,8 @@ def test_a_copy_of_the_annotation_on_a_gpu_row_is_no_step():
 
 
 def test_a_step_range_that_was_never_closed_holds_the_others_and_is_left_out():
-    made = CaptureBuilder(notes=(Note(NoteCode.OPEN_RANGES, "", 1),))
-    made.annotate("decode step 7 bs=1", 0, 1000)
+    made = CaptureBuilder()
+    made.annotate("decode step 7 bs=1", 0, 1000, is_open=True)
     made.launch(10, [("k", 2000, 1)])
     for n in (8, 9):
         made.annotate(f"decode step {n} bs=1", 100 * n - 700, 100 * n - 620)
@@ -94,13 +94,12 @@ def test_a_step_range_that_was_never_closed_holds_the_others_and_is_left_out():
 
 
 def test_a_last_step_still_open_at_the_end_is_left_out_but_one_that_ends_last_is_not():
-    for left_open in (0, 1):
-        notes = (Note(NoteCode.OPEN_RANGES, "", left_open),) if left_open else ()
-        made = CaptureBuilder(notes=notes)
+    for left_open in (False, True):
+        made = CaptureBuilder()
         for n in range(3):
-            made.annotate(DECODE, 100 * n, 100 * n + 50)
+            made.annotate(DECODE, 100 * n, 100 * n + 50, is_open=left_open and n == 2)
             made.launch(100 * n, [("k", 100 * n, 10)])
-        assert find_steps(made.build()).cut_off.tolist() == [False, False, bool(left_open)]
+        assert find_steps(made.build()).cut_off.tolist() == [False, False, left_open]
 
 
 def test_edge_steps_whose_launches_have_no_kernels_are_cut_off_and_counted():

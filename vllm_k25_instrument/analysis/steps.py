@@ -187,13 +187,8 @@ def _never_closed(capture: Capture, steps: Steps) -> NDArray[np.bool_]:
         rows = np.flatnonzero(thread == one)
         begins, ends = steps.start_ns[rows], steps.end_ns[rows]
         never[rows] = np.searchsorted(begins, ends, side="left") - 1 > np.arange(len(rows))
-    still_open = sum(note.count for note in capture.notes if note.code is NoteCode.OPEN_RANGES)
-    if still_open:
-        annotations = capture.annotations
-        ends = annotations.start_ns + annotations.duration_ns
-        last = int(ends.max())
-        if np.count_nonzero(ends == last) <= still_open:  # else one of them may well have ended by itself
-            never |= steps.end_ns == last
+    if capture.annotations.is_open is not None:
+        never |= capture.annotations.is_open[steps.annotation]
     return never
 
 
