@@ -41,6 +41,7 @@ class Exporter:
             text=True,
         )
         assert self._process.stdout is not None
+        self.is_ending = False
         self.url = self._process.stdout.readline().rpartition(" at ")[2].strip()
 
     @property
@@ -53,6 +54,7 @@ class Exporter:
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal, return the exit status."""
+        self.is_ending = True
         self._process.send_signal(number)
         status = self._process.wait(15)
         if self._process.stdout is not None:
@@ -112,8 +114,7 @@ class Lab:
                 assert_exposition_is_sound(self.scrape(who))
                 self.scrapes += 1
             except (OSError, ValueError, AssertionError) as error:
-                self._stop.wait(1.0)  # until an exporter that is being killed is gone
-                if who == "vllm" or (exporter.running and exporter is self.exporter):
+                if who == "vllm" or not exporter.is_ending:
                     self.scrape_errors.append(f"{who}: {type(error).__name__}: {error}")
 
     @property
@@ -150,8 +151,8 @@ class Lab:
         figures.leaks += [f"process {pid} is gone" for pid in pids - self.pids]
         for pid in pids:
             figures.leaks += [f"{pid}: {name}" for name in processes.files(pid) - held[pid]]
-        assert self.scrape_errors == []
-        assert traffic.errors == set()
+        assert not self.scrape_errors, self.scrape_errors[:3]
+        assert not traffic.errors, traffic.errors
 
     def _count_samples(self, figures: Figures, ring: RingReader, was: _Counted, now: _Counted) -> None:
         """Every step is a sample in the ring, or is counted as lost by its writer, or by who reads it."""
