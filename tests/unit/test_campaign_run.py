@@ -61,7 +61,7 @@ def test_a_server_without_the_plugin_gives_client_figures_with_intervals(tmp_pat
     assert found["complete"]
     for column in found["concurrency"]:
         assert column["tpot_ns"]["windows"] == 3
-        assert column["tpot_ns"]["mean"] >= 2e6  # the pace of the stand-in
+        assert column["tpot_ns"]["mean"] > 1e6  # the stand-in sleeps 2 ms a token
         assert column["tpot_ns"]["low"] < column["tpot_ns"]["mean"]
         assert column["components"] == {}
     assert "K25_INSTRUMENT=1" in outcome.stderr

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm_k25_instrument.campaign.cpu_operators import cast_share
+from vllm_k25_instrument.campaign.interval import apart
 from vllm_k25_instrument.campaign.results import Column, ComponentEstimates, Results
 from vllm_k25_instrument.campaign.trace_figures import Kernel, TraceFigures
 from vllm_k25_instrument.model import Category, GraphMode
@@ -145,13 +146,24 @@ def _dominant_live(column: Column, leaders: list[str]) -> Iterator[str]:
     rest = components.get(str(Category.UNATTRIBUTED))
     if rest is not None and ordered[0][0] == Category.UNATTRIBUTED:
         text += "; most is outside the hooked calls (projections, norms, Python between kernels), see a trace"
-    yield f"{text}. Of what is hooked, {named[0][0]} dominates."
+    yield f"{text}. {_leader(named)}"
     wait, reduce = column.over("wait_ns"), components.get(str(Category.ALL_REDUCE))
     if wait is not None and reduce is not None and reduce.sum is not None and reduce.sum.mean:
         yield (
             f"Of the {time_text(reduce.sum.mean)} of all-reduce, {time_text(wait.mean)} "
             f"({percent(wait.mean / reduce.sum.mean)} %) is waiting for the rank that comes last."
         )
+
+
+def _leader(ordered: Sequence[tuple[str, ComponentEstimates]]) -> str:
+    """Which of the hooked categories is the largest, and whether that is more than chance."""
+    first = ordered[0]
+    if len(ordered) > 1 and apart(first[1].exposed, ordered[1][1].exposed) is False:
+        return (
+            f"Of what is hooked, {first[0]} is the largest in the mean, but within the intervals it is not told apart "
+            f"from {ordered[1][0]}: more --windows, or a quieter machine."
+        )
+    return f"Of what is hooked, {first[0]} dominates."
 
 
 def _share_text(name: str, one: ComponentEstimates, step_ns: float) -> str:
@@ -207,6 +219,13 @@ def _scaling(columns: Sequence[Column]) -> Iterator[str]:
     ]
     steps = first.over("step_ns"), last.over("step_ns")
     if steps[0] is None or steps[1] is None or not parts:
+        return
+    if apart(steps[0], steps[1]) is False:
+        yield (
+            f"How it scales cannot be told: from concurrency {first.concurrency} to {last.concurrency} the decode step "
+            f"goes from {time_text(steps[0].mean)} to {time_text(steps[1].mean)}, which is within the intervals; more "
+            "--windows, or a quieter machine."
+        )
         return
     yield (
         f"From concurrency {first.concurrency} to {last.concurrency} the batch grows {grown:.1f}-fold and the decode "

@@ -10,7 +10,7 @@ from typing import Any, Final
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from vllm_k25_instrument.campaign.interval import Estimate
+from vllm_k25_instrument.campaign.interval import Estimate, apart
 from vllm_k25_instrument.campaign.render import sheet_table
 from vllm_k25_instrument.campaign.results import Column, Results
 from vllm_k25_instrument.campaign.sheets import with_interval
@@ -48,6 +48,8 @@ class Change:
     @property
     def clear(self) -> bool | None:
         """Whether the difference is beyond chance; None where that cannot be told."""
+        if self.a is not None and self.b is not None:
+            return apart(self.a, self.b)
         half, difference = self.half, self.difference_ns
         return None if half is None or difference is None else abs(difference) > half
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import hypot, sqrt
 from statistics import fmean, stdev
 from typing import Any, Final
 
@@ -44,6 +44,16 @@ class Estimate:
 
 def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def apart(one: Estimate, other: Estimate) -> bool | None:
+    """Whether two means differ beyond chance: by more than the interval of their difference, windows being independent.
+
+    None where one of them has a single window.
+    """
+    if one.half is None or other.half is None:
+        return None
+    return abs(one.mean - other.mean) > hypot(one.half, other.half)
 
 
 def estimate(values: Sequence[float]) -> Estimate:

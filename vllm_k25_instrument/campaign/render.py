@@ -28,10 +28,9 @@ def _lists(results: Results) -> Iterator[tuple[str, list[str]]]:
             yield title, lines
 
 
-def answer_text(answer: Answer) -> str:
-    """An answer as one paragraph."""
-    text = " ".join(answer.text)
-    return f"{text} Needed: {answer.needs}." if answer.needs else text
+def answer_lines(answer: Answer) -> list[str]:
+    """An answer, a line for each thing that it says."""
+    return [*answer.text, *([f"Needed: {answer.needs}."] if answer.needs else [])]
 
 
 class CampaignReport:
@@ -54,7 +53,8 @@ class CampaignReport:
         yield Text("In words", style="bold")
         for answer in answers(results):
             yield Text(answer.question, style="bold")
-            yield Padding(Text(answer_text(answer)), (0, 0, 0, 2))
+            for line in answer_lines(answer):
+                yield Padding(Text(line), (0, 0, 0, 2))
         for title, lines in _lists(results):
             yield Text()
             yield Text(title, style="bold yellow" if title == "Missing" else "bold")
@@ -103,7 +103,10 @@ def _markdown(results: Results) -> Iterator[str]:
     yield "## In words"
     for answer in answers(results):
         yield ""
-        yield f"**{answer.question}** {_escape(answer_text(answer))}"
+        yield f"**{answer.question}**"
+        yield ""
+        for text in answer_lines(answer):
+            yield f"- {_escape(text)}"
     for title, lines in _lists(results):
         yield ""
         yield f"## {title}"
@@ -143,6 +146,6 @@ def to_html(results: Results) -> str:
         complete=results.complete,
         facts=facts(results),
         sheets=campaign_sheets(results),
-        answers=[(answer.question, answer_text(answer)) for answer in answers(results)],
+        answers=[(answer.question, answer_lines(answer)) for answer in answers(results)],
         lists=list(_lists(results)),
     )

@@ -188,6 +188,8 @@ class Campaign:
             if record.state in (State.FAILED, State.NOT_POSSIBLE) and partial.is_dir():
                 fresh_folder(failed).rmdir()
                 partial.rename(failed)
+                with suppress(OSError):  # what failed before it had anything leaves no folder
+                    failed.rmdir()
             kept = target if record.state is State.DONE else failed
             record.files = folder_files(self.where.folder, kept) if kept.is_dir() else []
             record.seconds = round(time.monotonic() - began, 2)
