@@ -145,7 +145,12 @@ def _wishes(
     except WhatIfError as error:
         fail(errors, COMMAND, Exit.USAGE, str(error))
     if not changes and speculation is None:
-        fail(errors, COMMAND, Exit.USAGE, "nothing changes: give --all-reduce, --moe, --mla or --spec-decode")
+        fail(
+            errors,
+            COMMAND,
+            Exit.USAGE,
+            "nothing changes: give --all-reduce, --moe, --mla, --unattributed or --spec-decode",
+        )
     return changes, speculation
 
 
