@@ -24,6 +24,7 @@ TOOLS = (
     "demo",
     "doctor",
     "limits",
+    "patching",
     "whatif",
 )
 LIBRARIES_OF_TOOLS = ("prometheus_client", "rich", "typer", "jinja2", "opentelemetry")

@@ -115,6 +115,11 @@ def tree_state(reports: Sequence[FileReport]) -> TreeState:
     return TreeState.NOT_APPLIED if states == {FileState.CLEAN} else TreeState.PARTLY
 
 
+def is_patched(root: Path) -> bool:
+    """Whether the patches of its own release are applied to a tree. Raises PatchError."""
+    return tree_state(load_series(release_of(root)).examine(root)) is TreeState.APPLIED
+
+
 # --- which series ------------------------------------------------------------------------------------------
 
 
