@@ -40,7 +40,7 @@ UNNAMED: Final = "unnamed"
 
 MEANING: Final[Mapping[str, str]] = {
     Position.INPUTS_AND_LAYERS: "begin of the model: embedding, or the first layer's norm and projections behind it",
-    Position.ALL_REDUCE_AND_ATTENTION: "norm, q and kv projections, rope, KV cache",
+    Position.ALL_REDUCE_AND_ATTENTION: "norm, q and kv projections, query absorption, rope, KV cache",
     Position.ATTENTION_AND_ALL_REDUCE: "value and output projections",
     Position.ALL_REDUCE_AND_MOE: "norm, gate",
     Position.MOE_CALLS: "between routing, experts and shared experts",

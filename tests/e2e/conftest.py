@@ -71,6 +71,11 @@ class Client:
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
 
+    def post(self, path: str) -> None:
+        request = urllib.request.Request(f"{self._server.url}{path}", method="POST")
+        with self._opener.open(request, timeout=300) as answer:
+            answer.read()
+
     def get(self, path: str) -> str:
         with self._opener.open(f"{self._server.url}{path}", timeout=60) as answer:
             return str(answer.read().decode())
@@ -84,6 +89,8 @@ class Running:
     client: Client
     ring_dir: Path
     nvtx_log: Path | None = None
+    traces: Path | None = None
+    """Where vLLM's torch profiler, once started, leaves its traces."""
 
     @property
     def rings(self) -> list[RingReader]:
@@ -156,14 +163,18 @@ def nvtx_logger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def every_step(launch: Launch, nvtx_logger: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Every step sampled, an NVTX tool attached; has served requests one at a time and together."""
     log = tmp_path_factory.mktemp("nvtx-log") / "nvtx"
+    traces = tmp_path_factory.mktemp("traces")
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(traces), "torch_profiler_with_stack": False}
     with launch(
         "every_step",
+        extra_args=("--profiler-config", json.dumps(profiler)),
         K25_INSTRUMENT="1",
         K25_SAMPLE_EVERY="1",
         NVTX_INJECTION64_PATH=str(nvtx_logger),
         NVTX_LOG=str(log),
     ) as running:
         running.nvtx_log = log
+        running.traces = traces
         yield running
 
 
