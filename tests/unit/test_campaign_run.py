@@ -24,6 +24,7 @@ from vllm_k25_instrument.cli import app
 from vllm_k25_instrument.demo.server import free_port
 
 runner = CliRunner()
+CASES = Path(__file__).parents[1] / "data" / "cases"
 COMMAND = (sys.executable, "-c", "from vllm_k25_instrument.cli import app; app()", "campaign", "run")
 SHORT = (
     *("--client", "openai", "--no-micro", "--requests-per-client", "1"),
@@ -81,6 +82,27 @@ def test_what_is_not_to_be_had_is_said_with_the_remedy_and_is_no_failure(tmp_pat
     assert "--profiler-config" in text
     assert "deploy/nsys.sh" in text
     assert outcome.exit_code == 0
+
+
+def test_an_nsys_export_is_added_to_a_campaign_that_is_done_and_the_server_gone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Completions() as server:
+        assert start(server, out, "--windows", "1", concurrency="1").exit_code == 0
+    outcome = run(out, "--resume", "--nsys-export", str(CASES / "20-graph-level-tracing/absent.sqlite"))
+    assert outcome.exit_code == 3
+    assert "missing: nsys: " in outcome.stderr
+    assert "does not exist" in outcome.stderr
+    outcome = run(out, "--resume", "--nsys-export", str(CASES / "23-nvtx-text-or-textid/mixed.sqlite"))
+    assert outcome.exit_code == 0, outcome.output
+    found = document(out)
+    assert found["nsys"]["source"] == "nsys"
+    assert found["nsys"]["steps"] == 1
+    assert found["nsys"]["batch"] == 4
+    assert {name: one["share_of_sum"] for name, one in found["nsys"]["categories"].items()} == {
+        "moe_experts": 0.5,
+        "attention": 0.5,
+    }
+    assert "Kernels of a decode step, nsys" in outcome.stdout
 
 
 def test_no_server(tmp_path: Path) -> None:

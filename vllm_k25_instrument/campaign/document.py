@@ -89,6 +89,7 @@ def _trace(trace: TraceFigures) -> dict[str, Any]:
         "complete": trace.complete,
         "ranks": {"found": trace.ranks_found, "expected": trace.ranks_expected},
         "steps": trace.steps,
+        "batch": trace.batch,
         "sum_ns": round(trace.sum_ns),
         "span_ns": _rounded(trace.span_ns),
         "busy_ns": _rounded(trace.busy_ns),

@@ -170,7 +170,8 @@ def _trace_sheet(title: str, trace: TraceFigures) -> Sheet:
         if ns is not None and trace.span_ns:
             lines.append(Line(name, (microseconds(ns), percent(ns / trace.span_ns), "", "", "", "")))
     lines.append(Line("sum", ("", "", microseconds(trace.sum_ns), "100.0", "", "")))
-    what = f"means of {trace.steps:,} steps" if trace.steps else "the whole capture: it has no steps"
+    batch = "" if trace.batch is None else f" with {calls(round(trace.batch, 1))} requests, the largest batch in it"
+    what = f"means of {trace.steps:,} steps{batch}" if trace.steps else "the whole capture: it has no steps"
     found = f"{trace.ranks_found} of {trace.ranks_expected} ranks"
     return Sheet(
         title,

@@ -51,6 +51,7 @@ class TraceFigures:
     launches_per_step: float | None = None
     launch_ns: float | None = None
     graph_mode: str = ""
+    batch: float | None = None
     explanation: Sequence[str] = field(default_factory=tuple)
     warnings: Sequence[str] = field(default_factory=tuple)
 
@@ -140,6 +141,7 @@ def _figures(document: Mapping[str, Any]) -> TraceFigures | None:
         launches_per_step=launches / len(steps),
         launch_ns=sum(step["launch_ns"] for step in steps) / launches if launches else None,
         graph_mode=max(set(modes), key=modes.count),
+        batch=fmean(step["requests"] for step in steps) if all(step["requests"] for step in steps) else None,
         **common,
     )
 
