@@ -165,7 +165,8 @@ def _variables_in(text):
 
 @pytest.mark.parametrize("name", dashboards.NAMES)
 def test_what_is_asked_for_exists(name):
-    exposed = {f"{family}{suffix}" for family in FAMILIES for suffix in ("", "_sum", "_count", "_bucket")}
+    suffixes = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
+    exposed = {f"{family}{suffix}" for family, (kind, _) in FAMILIES.items() for suffix in suffixes.get(kind, ("",))}
     texts = [*QUERIES[name], *(variable["query"]["query"] for variable in dashboards.variables(BOARDS[name]))]
     for text in texts:
         assert set(re.findall(r"vllm_k25_[a-z0-9_]+", text)) <= exposed

@@ -29,7 +29,7 @@ from tests.promql import operands
 pytestmark = pytest.mark.e2e
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus"
-SCRAPE_SECONDS = 2
+SCRAPE_SECONDS = 3
 FOR_SECONDS = 6
 UNDER_LOAD_SECONDS = 60
 JOBS = ("vllm-k25", "vllm")
@@ -152,7 +152,7 @@ def watched(slowed: Running, exporter: str, tmp_path_factory: pytest.TempPathFac
     with running_prometheus(config, folder) as prometheus:
         load = Load(slowed)
         begin = time.time()
-        eventually(lambda: firing(prometheus, "K25SlowRank"), "K25SlowRank fires", timeout=UNDER_LOAD_SECONDS)
+        eventually(lambda: firing(prometheus, "K25SlowRank"), "K25SlowRank fires", timeout=2 * UNDER_LOAD_SECONDS)
         fired = time.time()
         time.sleep(max(0.0, begin + UNDER_LOAD_SECONDS - fired))
         end = time.time()
@@ -185,6 +185,13 @@ def test_both_targets_are_scraped_and_the_same_metric_is_not_there_twice(watched
     )
     assert watched.options('{__name__=~"vllm_k25_.*"}', "job") == ["vllm-k25"]
     assert watched.has_data('count({__name__=~"vllm:.*", job="vllm"})', instant=True)
+
+
+@pytest.mark.parametrize("instant", [True, False])
+def test_an_answer_without_a_number_is_none(watched: Watched, instant: bool) -> None:
+    for nothing in ('vllm_k25_steps_total{rank="99"}', "vector(0) / 0", 'rate(vllm_k25_steps_total{rank="99"}[1m])'):
+        assert not watched.has_data(nothing, instant=instant)
+    assert watched.has_data("vllm_k25_steps_total", instant=instant)
 
 
 @pytest.mark.parametrize("name", dashboards.NAMES)
