@@ -19,8 +19,8 @@ FAMILIES: Final[dict[str, tuple[str, frozenset[str]]]] = {
     "vllm_k25_step_host_seconds": ("histogram", frozenset({"rank", "phase"})),
     "vllm_k25_step_category_seconds": ("histogram", frozenset({"rank", "phase", "category"})),
     "vllm_k25_batch_step_seconds": ("summary", frozenset({"rank", "phase", "graph_mode", "batch"})),
-    "vllm_k25_batch_category_seconds_total": (
-        "counter",
+    "vllm_k25_batch_category_seconds": (
+        "summary",
         frozenset({"rank", "phase", "graph_mode", "batch", "category"}),
     ),
     "vllm_k25_all_reduce_seconds": ("histogram", frozenset({"rank", "path"})),

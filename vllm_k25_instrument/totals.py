@@ -42,7 +42,7 @@ ALL_REDUCE_BOUNDS_NS: Final = (20 * _US, 50 * _US, 100 * _US, 250 * _US, 1 * _MS
 MAX_HOOKS: Final = 64
 """Room for per-hook counters; a hook's index is its place in the hook table."""
 
-BATCH_ROWS: Final = 24
+BATCH_ROWS: Final = 16
 """How many (phase, graph mode, batch) groups a rank keeps apart. Later ones share a row per phase, so that
 the number of time series stays bounded whatever a server is asked to do."""
 

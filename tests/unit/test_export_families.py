@@ -206,7 +206,7 @@ def test_the_categories_of_a_batch_add_up_to_its_steps():
     group = {"rank": "0", "phase": "decode", "graph_mode": "full", "batch": "64"}
     step_sum = samples["vllm_k25_batch_step_seconds_sum", frozenset(group.items())]
     category_sums = [
-        samples["vllm_k25_batch_category_seconds_total", frozenset({**group, "category": category}.items())]
+        samples["vllm_k25_batch_category_seconds_sum", frozenset({**group, "category": category}.items())]
         for category in LIVE_CATEGORIES
     ]
     assert round(step_sum * 1e9) == sum(durations)

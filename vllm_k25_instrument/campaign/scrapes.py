@@ -14,7 +14,7 @@ from vllm_k25_instrument.model import BATCH_LABELS, NS_PER_SECOND, Phase, batch_
 _PREFIX: Final = "vllm_k25_"
 _STEP: Final = "vllm_k25_step_duration_seconds"
 _BATCH_STEP: Final = "vllm_k25_batch_step_seconds"
-_BATCH_CATEGORY: Final = "vllm_k25_batch_category_seconds_total"
+_BATCH_CATEGORY: Final = "vllm_k25_batch_category_seconds_sum"
 _ALL_REDUCE: Final = "vllm_k25_all_reduce_seconds"
 _WAIT: Final = "vllm_k25_all_reduce_wait_seconds"
 _QUEUE: Final = "vllm:request_queue_time_seconds"

@@ -31,7 +31,7 @@ def worst_case_per_rank() -> dict[str, int]:
         families.STEP_HOST.name: len(PHASES) * _histogram(STEP_BOUNDS_NS),
         families.STEP_CATEGORY.name: len(PHASES) * len(LIVE_CATEGORIES) * _histogram(CATEGORY_BOUNDS_NS),
         families.BATCH_STEP.name: _ROWS * _SUM_AND_COUNT,
-        families.BATCH_CATEGORY.name: _ROWS * len(LIVE_CATEGORIES),
+        families.BATCH_CATEGORY.name: _ROWS * len(LIVE_CATEGORIES) * _SUM_AND_COUNT,
         families.ALL_REDUCE.name: len(ALL_REDUCE_PATHS) * _histogram(ALL_REDUCE_BOUNDS_NS),
         families.ALL_REDUCE_BYTES.name: len(ALL_REDUCE_PATHS) * len(SIZE_LABELS),
         families.ALL_REDUCE_WAIT.name: _histogram(WAIT_BOUNDS_NS),

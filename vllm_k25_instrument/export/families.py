@@ -93,13 +93,13 @@ BATCH_STEP: Final = Family(
     PREFIX + "batch_step_seconds",
     ("rank", "phase", "graph_mode", "batch"),
     "Duration of steps in seconds by batch size (batch is the upper bound in requests), sampled steps only, so that "
-    "batch_category_seconds_total adds up to it.",
+    "batch_category_seconds adds up to it.",
 )
 BATCH_CATEGORY: Final = Family(
-    PREFIX + "batch_category_seconds_total",
+    PREFIX + "batch_category_seconds",
     ("rank", "phase", "graph_mode", "batch", "category"),
     "Exclusive time of a category in seconds by batch size (batch is the upper bound in requests), sampled steps only; "
-    "over all categories it adds up to batch_step_seconds_sum, of batch_step_seconds_count steps.",
+    "over all categories the sums add up to batch_step_seconds.",
 )
 ALL_REDUCE: Final = Family(
     PREFIX + "all_reduce_seconds",
@@ -202,7 +202,7 @@ class _Families:
         self.step_host = STEP_HOST.histogram()
         self.step_category = STEP_CATEGORY.histogram()
         self.batch_step = BATCH_STEP.summary()
-        self.batch_category = BATCH_CATEGORY.counter()
+        self.batch_category = BATCH_CATEGORY.summary()
         self.all_reduce = ALL_REDUCE.histogram()
         self.all_reduce_bytes = ALL_REDUCE_BYTES.counter()
         self.all_reduce_transfer = ALL_REDUCE_TRANSFER.histogram()
@@ -305,7 +305,8 @@ def _add_batches(families: _Families, rank: str, totals: Totals) -> None:
         families.batch_step.add_metric(labels, row.steps, seconds(row.step_ns))
         samples = families.batch_category.samples
         for category, ns in zip(_with_categories(labels), row.category_ns.values(), strict=True):
-            samples.append(Sample(BATCH_CATEGORY.name, category, seconds(ns)))
+            samples.append(Sample(BATCH_CATEGORY.name + "_count", category, row.steps))
+            samples.append(Sample(BATCH_CATEGORY.name + "_sum", category, seconds(ns)))
 
 
 def _add_all_reduces(families: _Families, rank: str, totals: Totals) -> None:
