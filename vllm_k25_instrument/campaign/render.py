@@ -14,7 +14,7 @@ from rich.text import Text
 
 from vllm_k25_instrument.campaign.answers import Answer, answers
 from vllm_k25_instrument.campaign.results import Results
-from vllm_k25_instrument.campaign.sheets import campaign_sheets, facts
+from vllm_k25_instrument.campaign.sheets import detail_sheets, facts, overview_sheet
 from vllm_k25_instrument.palette import category_color
 from vllm_k25_instrument.report.sheets import Line, Sheet
 
@@ -44,7 +44,8 @@ class CampaignReport:
         state = "complete" if results.complete else "INCOMPLETE"
         yield Text.assemble(("Campaign: ", "bold"), (results.manifest.plan.model, "bold"), f" · {state}")
         yield Text(" · ".join(f"{name}: {text}" for name, text in facts(results)), style="dim")
-        for sheet in campaign_sheets(results):
+        # What matters most comes last: that is what stays on the screen.
+        for sheet in (*detail_sheets(results), overview_sheet(results)):
             yield Text()
             yield Text(sheet.title, style="bold")
             yield Text(sheet.caption, style="dim")
@@ -92,13 +93,7 @@ def _markdown(results: Results) -> Iterator[str]:
     if not results.complete:
         yield ""
         yield "**Incomplete: see Missing.**"
-    for sheet in campaign_sheets(results):
-        yield ""
-        yield f"## {_escape(sheet.title)}"
-        yield ""
-        yield _escape(sheet.caption)
-        yield ""
-        yield from markdown_table(sheet)
+    yield from _section(overview_sheet(results))
     yield ""
     yield "## In words"
     for answer in answers(results):
@@ -113,6 +108,17 @@ def _markdown(results: Results) -> Iterator[str]:
         yield ""
         for line in lines:
             yield f"- {_escape(line)}"
+    for sheet in detail_sheets(results):
+        yield from _section(sheet)
+
+
+def _section(sheet: Sheet) -> Iterator[str]:
+    yield ""
+    yield f"## {_escape(sheet.title)}"
+    yield ""
+    yield _escape(sheet.caption)
+    yield ""
+    yield from markdown_table(sheet)
 
 
 def markdown_table(sheet: Sheet) -> Iterator[str]:
@@ -145,7 +151,8 @@ def to_html(results: Results) -> str:
         model=results.manifest.plan.model,
         complete=results.complete,
         facts=facts(results),
-        sheets=campaign_sheets(results),
+        overview=overview_sheet(results),
+        sheets=detail_sheets(results),
         answers=[(answer.question, answer_lines(answer)) for answer in answers(results)],
         lists=list(_lists(results)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from vllm_k25_instrument.bench.document import BenchDocument
+from vllm_k25_instrument.bench.document import BenchDocument, Row
 from vllm_k25_instrument.campaign.interval import Estimate
 from vllm_k25_instrument.campaign.results import Column, ComponentEstimates, Results
 from vllm_k25_instrument.campaign.trace_figures import TraceFigures
@@ -18,9 +18,9 @@ TOP_OPERATORS: Final = 12
 TOP_ROWS: Final = 40
 
 
-def campaign_sheets(results: Results) -> list[Sheet]:
-    """All tables that have a row."""
-    made = [_overview(results)]
+def detail_sheets(results: Results) -> list[Sheet]:
+    """The tables behind the overview, those that have a row."""
+    made: list[Sheet] = []
     for column in results.columns:
         made += [*_details(results, column), *_kernels(column), *_operators(column)]
     if results.nsys is not None:
@@ -37,7 +37,8 @@ def with_interval(estimate: Estimate | None, scale: Callable[[float], str] = mic
     return f"{scale(estimate.mean)}{half}"
 
 
-def _overview(results: Results) -> Sheet:
+def overview_sheet(results: Results) -> Sheet:
+    """Component by concurrency: the table that a campaign is run for."""
     columns = results.columns
     names = dict.fromkeys(sorted({name for column in columns for name in column.components()}, key=category_order))
     tables = {column.concurrency: column.components() for column in columns}
@@ -218,7 +219,7 @@ def _bench(name: str, document: BenchDocument) -> Sheet:
         ("what", "path", "tokens", "median µs", "95 %", "calls", "floor µs", "x floor"),
         tuple(
             Line(
-                row.name,
+                _bench_name(row),
                 (
                     row.path,
                     ABSENT if row.tokens is None else f"{row.tokens:,}",
@@ -232,6 +233,16 @@ def _bench(name: str, document: BenchDocument) -> Sheet:
             for row in rows
         ),
     )
+
+
+def _bench_name(row: Row) -> str:
+    """What tells a row from the others of its benchmark."""
+    more = [
+        row.routing and f"{row.routing} routing",
+        row.calls > 1 and f"{row.calls} in a row",
+        row.in_graph and "graph",
+    ]
+    return ", ".join([row.name, *(str(each) for each in more if each)])
 
 
 def facts(results: Results) -> Sequence[tuple[str, str]]:
