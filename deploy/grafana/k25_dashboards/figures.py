@@ -56,7 +56,7 @@ def per_step_of_a_batch(*where: str, by_batch: bool) -> str:
     """Mean exposed time per sampled step by category, of steps of like batch size."""
     by = ("batch",) if by_batch else ()
     return over(
-        total(BATCH_CATEGORY.name, SERVER, PHASE, RANK, *where, by=("category", *by)),
+        total(BATCH_CATEGORY.name + "_sum", SERVER, PHASE, RANK, *where, by=("category", *by)),
         total(BATCH_STEP.name + "_count", SERVER, PHASE, RANK, *where, by=by),
         matching=f"on ({', '.join(by)}) group_left ()",
     )
