@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +27,8 @@ import vllm_k25_instrument
 from tests.samples import run_python
 from tests.unit.test_report_rings import open_rank
 from vllm_k25_instrument import instances
+from vllm_k25_instrument.analysis.classify import Classifier
+from vllm_k25_instrument.analysis.step_names import parse_step_name
 from vllm_k25_instrument.cli import app
 from vllm_k25_instrument.commands import documents
 from vllm_k25_instrument.commands.terminal import Terminal
@@ -204,6 +207,36 @@ def test_a_rules_file_that_nests_without_end_or_is_no_rules_file_is_one_line(tmp
     result = run("classify", "--rules", file, "k")
     assert_plain(result, (2,))
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "a",
+        "1",
+        "_",
+        "aB",
+        "a1",
+        " ",
+        ".kd",
+        " [clone x]",
+        "[clone ",
+        "(anonymous namespace",
+        "::",
+        "<",
+        "L1a",
+        "x=",
+        "...",
+    ],
+)
+def test_a_name_of_thousands_of_equal_parts_takes_no_time(part):
+    classifier = Classifier.load()
+    for begin in ("", "_ZN1a", "decode step ", "step[", "execute_context_"):
+        name = begin + part * (16_384 // len(part)) + "!"
+        start = time.process_time()
+        classifier.explain(name, [name])
+        parse_step_name(name)
+        assert time.process_time() - start < 1, begin
 
 
 @pytest.mark.parametrize("command", [("compare", "{}", "{}"), ("whatif", "{}", "--moe", "x0.5")])

@@ -14,16 +14,20 @@ from typing import Final
 
 MAX_NAME: Final = 8_192
 """Characters of a name that are looked at. Real ones reach 6,000; the bound keeps damaged files from costing time."""
+MAX_WORD: Final = 128
+"""Characters of a word in it that rules see."""
 
 _ANONYMOUS = re.compile(
     r"(?:\(anonymous namespace\)|<unnamed>|\{anonymous\}|`anonymous namespace'|_GLOBAL__N_\d*)(?:::)?"
 )
-_CUT = re.compile(r"\s*(?:\.\.\.|…)\s*$")
-_SUFFIX = re.compile(r"(?:\s*\[clone [^\]]*\]|\.kd)+\s*$")
+# No search below takes more than a bounded number of steps from any place: damaged names are 8,192 of one character.
+_CUT = re.compile(r"(?<!\s)\s*(?:\.\.\.|…)\s*$")
+_SUFFIX = re.compile(r"(?:\s{0,8}\[clone [^\]]{0,512}\]|\.kd){1,8}\s*$")
 _ENTITIES: Final = (("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&"))
 
 _LOWER_UPPER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _ACRONYM_WORD = re.compile(r"(?<=[A-Z])(?=[A-Z][a-z])")
+_LONG_WORD = re.compile(rf"([a-z0-9]{{{MAX_WORD}}})[a-z0-9]+")
 _NOT_WORD = re.compile(r"[^a-z0-9:]+")
 _STRAY_COLON = re.compile(r"(?<!:):(?!:)|:{3,}")
 _AROUND_COLONS = re.compile(r" *:: *")
@@ -41,6 +45,8 @@ class Spelling:
     def words(self, text: str) -> str:
         """`text` in lower-case words: camelCase and underscores become spaces, ``::`` stays."""
         text = _ACRONYM_WORD.sub(" ", _LOWER_UPPER.sub(" ", text)).lower()
+        # Rules look for words around others, which in one long word takes its length squared.
+        text = _LONG_WORD.sub(r"\1", text)
         text = _AROUND_COLONS.sub("::", _STRAY_COLON.sub(" ", _NOT_WORD.sub(" ", text))).strip()
         if self._pattern is None:
             return text
@@ -132,7 +138,7 @@ def _is_operator(text: str, index: int) -> bool:
 _NUMBER = re.compile(r"\d+")
 _IDENTIFIER = re.compile(r"[A-Za-z_$][\w$.]*")
 _BUILTIN_LITERAL = re.compile(r"L([a-z])(n?\d+)E")
-_ENUM_VALUE = re.compile(r"n?\d+(?=E)")
+_ENUM_VALUE = re.compile(r"n?\d{1,32}(?=E)")
 _SUBSTITUTION = re.compile(r"S(?:[0-9A-Z]*_|[tabsiod])|T[0-9]*_")
 
 

@@ -56,7 +56,7 @@ _VLLM_CONTEXT: Final = re.compile(
     r"execute(?:_\d+)?_context_(\d{1,9})\((?:sq)?(\d{1,12})[^()]*\)_generation_(\d{1,9})\((?:sq)?(\d{1,12})[^()]*\)"
 )
 _SGLANG_STEP: Final = re.compile(r"step\[(\w+)(?:\s+([^\]]*))?\]")
-_SGLANG_FIELD: Final = re.compile(r"(\w+)=(\d{1,12})(?!\S)")
+_SGLANG_FIELD: Final = re.compile(r"(?<!\w)(\w+)=(\d{1,12})(?!\S)")
 _SGLANG_BATCH: Final = re.compile(r"scheduler\.run_batch", re.IGNORECASE)
 _PROFILER_STEP: Final = re.compile(r"ProfilerStep#(\d{1,18})")
 
