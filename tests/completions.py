@@ -19,10 +19,19 @@ class Completions(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, model: str = "standin", *, max_running: int = 64, dies_after: int | None = None, port: int = 0):
+    def __init__(
+        self,
+        model: str = "standin",
+        *,
+        max_running: int = 64,
+        dies_after: int | None = None,
+        port: int = 0,
+        key: str = "",
+    ):
         super().__init__(("127.0.0.1", port), _Handler)
         self.model = model
         self.dies_after = dies_after
+        self.key = key
         self.answered = 0
         self.queue_s = 0.0
         self.lock = threading.Lock()
@@ -54,7 +63,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def _refused(self) -> bool:
+        """Whether a key is asked for, and this request does not have it."""
+        refused = bool(self.server.key) and self.headers["Authorization"] != f"Bearer {self.server.key}"
+        if refused:
+            self.send_error(401)
+        return refused
+
     def do_GET(self) -> None:
+        if self._refused():
+            return
         if self.path == "/v1/models":
             model = {"id": self.server.model, "root": f"org/{self.server.model}", "max_model_len": 1024}
             self._answer(json.dumps({"data": [model]}))
@@ -75,6 +93,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self._refused():
+            return
         if self.path != "/v1/completions":
             self.send_error(404)
             return

@@ -122,6 +122,18 @@ def test_a_model_that_is_not_served(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_server_that_asks_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    with Completions(key="let-me-in") as server:
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        outcome = start(server, out, "--windows", "1", concurrency="1")
+        assert outcome.exit_code == 2
+        assert "set OPENAI_API_KEY" in outcome.stderr
+        monkeypatch.setenv("OPENAI_API_KEY", "let-me-in")
+        assert start(server, out, "--windows", "1", concurrency="1").exit_code == 0
+    assert not [path for path in out.rglob("*") if path.is_file() and b"let-me-in" in path.read_bytes()]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

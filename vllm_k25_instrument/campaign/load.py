@@ -18,6 +18,7 @@ import msgspec
 from vllm_k25_instrument.campaign.child import last_line, python_command, run_child
 from vllm_k25_instrument.campaign.errors import CampaignError, ServerGoneError
 from vllm_k25_instrument.campaign.files import write_json
+from vllm_k25_instrument.campaign.server import authorization
 from vllm_k25_instrument.demo.load import Prompt
 from vllm_k25_instrument.model import NS_PER_SECOND
 
@@ -222,6 +223,7 @@ class OpenAiClient:
                 requests=spec.requests,
                 max_tokens=spec.output_tokens,
                 prompts=prompts(spec),
+                headers=authorization(),
             )
         )
         good = [request for request in result.requests if not request.error]

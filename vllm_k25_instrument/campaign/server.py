@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -13,6 +14,12 @@ from urllib.parse import urlsplit
 from vllm_k25_instrument.campaign.errors import CampaignError, ServerGoneError
 
 _TIMEOUT_S: Final = 30.0
+
+
+def authorization() -> dict[str, str]:
+    """The header of a server with --api-key: its key is in OPENAI_API_KEY, as for vLLM's own benchmark."""
+    key = os.environ.get("OPENAI_API_KEY", "")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Server:
         """Status and body of an answer. Raises ServerGoneError where there is none."""
         data = None if post is None else json.dumps(post).encode()
         request = urllib.request.Request(  # noqa: S310 (http and https only, see above)
-            f"{self.url}{path}", data=data, headers={"Content-Type": "application/json"}
+            f"{self.url}{path}", data=data, headers={"Content-Type": "application/json", **authorization()}
         )
         try:
             with self._opener.open(request, timeout=timeout) as answer:
@@ -62,6 +69,8 @@ class Server:
     def model(self, wanted: str) -> ModelFacts:
         """The model called `wanted`. Raises CampaignError where it is not served, with the names that are."""
         status, text = self.ask("/v1/models")
+        if status in (401, 403):
+            raise CampaignError(f"{self.url} asks for a key (/v1/models answers {status}): set OPENAI_API_KEY")
         try:
             models = {str(model["id"]): model for model in json.loads(text)["data"]} if status == 200 else {}
         except (ValueError, LookupError, TypeError):

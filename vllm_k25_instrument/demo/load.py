@@ -6,7 +6,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -102,6 +102,7 @@ async def run_load(
     stream: bool = True,
     log_probabilities: bool = False,
     timeout: float = 300.0,
+    headers: Mapping[str, str] | None = None,
 ) -> LoadResult:
     """Send `requests` completions to the server at `url`, at most `concurrency` at a time.
 
@@ -114,7 +115,9 @@ async def run_load(
     results: list[RequestResult] = []
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     # trust_env: a proxy in the environment is not for a server on this machine.
-    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=timeout, limits=limits, trust_env=False, headers=headers
+    ) as client:
 
         async def send_until_done() -> None:
             for index in indices:
