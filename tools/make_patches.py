@@ -192,6 +192,8 @@ def import_line(module: Module) -> int:
     for node in module.tree.body:
         if not isinstance(node, ast.ImportFrom):
             continue
+        if node.level and after is not None:
+            return after
         if node.level or node.module == ours or ((node.module or "").startswith("vllm.") and str(node.module) > ours):
             return node.lineno - 1
         if (node.module or "").partition(".")[0] == "vllm":
@@ -204,7 +206,12 @@ def insertions(module: Module, marks: Sequence[Mark]) -> list[Insertion]:
     imported = import_line(module)
     if any(mark.line < imported for mark in marks):
         raise PatchError(f"{module.name} has a mark above its imports")
-    lines = [Insertion(imported, f"{IMPORT}\n")]
+    own = [
+        node
+        for node in module.tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom) and "vllm" in ast.unparse(node)
+    ]
+    lines = [Insertion(imported, f"{IMPORT}\n" if own else f"\n{IMPORT}\n")]
     for mark in marks:
         if mark.rebinds:
             lines.append(Insertion(mark.line, f'\n{mark.function} = k25("{mark.point.name}")({mark.function})\n'))
