@@ -141,6 +141,14 @@ def test_experts_that_are_not_int4_are_left_out_and_said_so():
     assert "experts_not_int4" in [warning.code for warning in document.warnings]
 
 
+def test_nothing_measured_exits_with_2_and_the_reason_alone(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(kimi_k25_config(quantization_config=None)))
+    code, out, err = run("moe", "--config", str(tmp_path), "--only", "experts")
+    assert (code, out) == (2, "")
+    expected = "vllm-k25 bench moe: nothing could be measured: the experts have 16 bits: only INT4 is measured here\n"
+    assert err.endswith(expected)
+
+
 def test_a_processor_without_the_int4_kernel_is_said_so():
     plan = MoePlan(model_shape(kimi_k25_config(), "k"), "m", 8, (1,), (Routing.SAME,), Repeats(6, 0.1), dense=False)
     document = run_moe(plan, CPU, HostTimer(), None, int4_allowed=False, say=lambda text: None)

@@ -264,10 +264,13 @@ def with_remarks(document: BenchDocument, *remarks: Remark | None) -> BenchDocum
 def finish(
     errors: Console, command: str, document: BenchDocument, json_file: Path | None, incomplete: frozenset[str]
 ) -> None:
-    """Show and write it. Exits with 1 where there is nothing, with 3 where a warning's code is one of `incomplete`."""
+    """Show and write it.
+
+    Exits with 3 where a warning's code is one of `incomplete`; with 2 where because of such nothing was measured.
+    """
     if not document.rows:
-        reasons = "; ".join(warning.message for warning in document.warnings)
-        fail(errors, command, Exit.FAILED, f"nothing could be measured: {reasons}")
+        reasons = "; ".join(warning.message for warning in document.warnings if warning.code in incomplete)
+        fail(errors, command, Exit.USAGE, f"nothing could be measured: {reasons or 'the model has no such layers'}")
     show_or_write_json(errors, command, Exit.USAGE, BenchTable(document), document.to_json_dict(), json_file)
     if any(warning.code in incomplete for warning in document.warnings):
         raise typer.Exit(Exit.INCOMPLETE)
