@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from vllm_k25_instrument import plugin
+from vllm_k25_instrument.log import logger
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,10 +27,14 @@ def k25(hook: str) -> Callable[[F], F]:
         return plugin.watched  # type: ignore[return-value]
 
     def mark(function: F) -> F:
-        from vllm_k25_instrument.hooks import marks
+        try:
+            from vllm_k25_instrument.hooks import marks
 
-        one = marks.Mark(hook, function)
-        marks.add(one)
+            one = marks.Mark(hook, function)
+            marks.add(one)
+        except Exception:
+            logger.exception("K25: %r is not marked; vLLM goes on without it", function)
+            return function
         return one.marked  # type: ignore[return-value]
 
     return mark

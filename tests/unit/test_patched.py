@@ -152,6 +152,21 @@ def test_off_a_mark_leaves_the_function_the_object_that_it_was(monkeypatch: pyte
     assert marks._Marks.known == []
 
 
+def test_what_cannot_be_marked_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    refusing = type("Refusing", (), {"__slots__": (), "__call__": lambda self: 1})()
+    listened: list[marks.Mark] = []
+
+    def failing(mark: marks.Mark) -> None:
+        listened.append(mark)
+        raise RuntimeError("no")
+
+    marks.listen(failing)
+    with caplog.at_level("ERROR", logger="vllm.k25_instrument"):
+        assert k25("step")(refusing) is refusing
+    assert len(listened) == 1
+    assert "is not marked; vLLM goes on without it" in caplog.text
+
+
 def test_until_there_is_a_recorder_a_marked_function_is_itself(bench: Bench, modules: Modules) -> None:
     engine = modules.load(modules.write("k25_marked_d", ENGINE))
     assert engine.Special().forward(1) == ("special", "engine", 1, None)
