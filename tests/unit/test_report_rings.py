@@ -309,6 +309,16 @@ def test_an_attached_hook_that_never_fires_is_named(tmp_path):
     assert "rank 0: moe_experts)" in text
 
 
+def test_a_hook_that_this_vllm_has_no_target_for_is_named(tmp_path):
+    hooks = dict.fromkeys(HOOK_NAMES, "attached") | {"mla_decode": "missing", "moe_combine": "not_in_version"}
+    for rank in range(2):
+        open_rank(tmp_path, rank, 2, hooks=hooks).write()
+    report = read(tmp_path)
+    assert codes(report) == [CaveatCode.HOOK_MISSING]
+    assert "hooks without a target in this vLLM (ranks 0-1: mla_decode)" in message(report, CaveatCode.HOOK_MISSING)
+    assert report.breakdown.complete
+
+
 def test_a_hook_that_is_not_attached_is_not_expected_to_fire(tmp_path):
     hooks = dict.fromkeys(HOOK_NAMES, "attached") | {"moe_experts": "off"}
     rank = open_rank(tmp_path, 0, 1, hooks=hooks)

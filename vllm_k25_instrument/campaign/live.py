@@ -31,7 +31,13 @@ METRICS: Final = "metrics"
 
 _DECODE: Final = PHASES.index(Phase.DECODE)
 _SAID_OF_SERVERS: Final = frozenset(
-    {CaveatCode.RING_UNREADABLE, CaveatCode.NO_STEPS, CaveatCode.HOOK_ERRORS, CaveatCode.HOOK_NEVER_FIRED}
+    {
+        CaveatCode.RING_UNREADABLE,
+        CaveatCode.NO_STEPS,
+        CaveatCode.HOOK_ERRORS,
+        CaveatCode.HOOK_MISSING,
+        CaveatCode.HOOK_NEVER_FIRED,
+    }
 )
 """Caveats of rings that are true of a window too. The others are about what happened since the server started."""
 

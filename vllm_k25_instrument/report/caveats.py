@@ -24,6 +24,7 @@ class CaveatCode(StrEnum):
     SAMPLES_LOST = "samples_lost"
     HOOK_NEVER_FIRED = "hook_never_fired"
     HOOK_ERRORS = "hook_errors"
+    HOOK_MISSING = "hook_missing"
     STREAMS_OVERLAP = "streams_overlap"
     # From files: the same codes as ``analysis.capture.NoteCode``.
     INVALID_ENCODING = "invalid_encoding"

@@ -15,6 +15,7 @@ from vllm_k25_instrument.ring import RingError, RingReader
 from vllm_k25_instrument.totals import Totals
 
 ATTACHED: Final = "attached"
+MISSING: Final = "missing"
 """The state of a hook that is in place, as it stands in a ring's identity."""
 
 LOST_REMEDY: Final = {
@@ -248,6 +249,15 @@ def _about_hooks(rings: Sequence[RankRing]) -> Iterator[Caveat]:
             CaveatCode.HOOK_ERRORS,
             f"errors in our own hooks, which then go quiet ({by_rank(errors)}): what they timed counts as unattributed "
             "from there on; see the worker's log",
+        )
+    missing = _per_rank(
+        (ring.rank, name) for ring in rings for name, state in ring.identity.hooks.items() if state == MISSING
+    )
+    if missing:
+        yield Caveat(
+            CaveatCode.HOOK_MISSING,
+            f"hooks without a target in this vLLM ({by_rank(missing)}): their time counts as unattributed or as the "
+            "range around them; run `vllm-k25 doctor`",
         )
     silent = _per_rank((ring.rank, name) for ring in rings for name in silent_hooks(ring))
     if silent:
