@@ -29,6 +29,8 @@ from tests.unit.test_report_rings import open_rank
 from vllm_k25_instrument import instances
 from vllm_k25_instrument.analysis.classify import Classifier
 from vllm_k25_instrument.analysis.step_names import parse_step_name
+from vllm_k25_instrument.campaign import samples_file
+from vllm_k25_instrument.campaign.errors import CampaignError
 from vllm_k25_instrument.cli import app
 from vllm_k25_instrument.commands import documents
 from vllm_k25_instrument.commands.terminal import Terminal
@@ -267,6 +269,13 @@ def test_more_json_than_a_breakdown_has_is_not_parsed(tmp_path, monkeypatch):
     assert "of JSON: no breakdown" in result.stderr
 
 
+def test_the_samples_of_a_campaign_do_not_inflate_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples_file, "MAX_BYTES", 1 << 20)
+    (tmp_path / "rank-00000.samples").write_bytes(zlib.compress(bytes(1 << 24)))
+    with pytest.raises(CampaignError, match="inflates to more than 1 MiB"):
+        samples_file.read_samples(tmp_path)
+
+
 def test_names_in_a_saved_breakdown_are_text(tmp_path):
     group = {
         "phase": HOSTILE,
@@ -308,6 +317,11 @@ def test_nothing_is_evaluated_unpickled_or_handed_to_a_shell():
     assert [(where, what) for where, what, _ in found if what in RUNS_CODE] == []
     shells = [(where, named["shell"]) for where, _, named in found if "shell" in named]
     assert [one for one in shells if one[1] != "False"] == []
+
+
+def test_whatever_is_printed_goes_through_the_terminal_that_obeys_nothing():
+    consoles = [where for where, what, _ in calls() if what in ("Console", "rich.print", "rich.console.Console")]
+    assert consoles == []
 
 
 def test_the_template_of_the_page_never_switches_escaping_off():

@@ -16,6 +16,8 @@ from vllm_k25_instrument.model import RankIdentity, StepSample, unpack_sample
 
 SCHEMA: Final = "vllm_k25.samples/1"
 SUFFIX: Final = ".samples"
+MAX_BYTES: Final = 1 << 30
+"""Of one rank's samples, inflated: a ring holds a sixteenth of it unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def read_samples(folder: Path) -> list[RankSamples]:
     found = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
-            ranks = msgspec.msgpack.decode(zlib.decompress(path.read_bytes()), type=RankSamples)
+            ranks = msgspec.msgpack.decode(_inflated(path.read_bytes()), type=RankSamples)
         except OSError as error:
             raise CampaignError(f"{path}: cannot be read: {error.strerror}") from error
         except (zlib.error, msgspec.MsgspecError) as error:
@@ -60,3 +62,12 @@ def read_samples(folder: Path) -> list[RankSamples]:
             raise CampaignError(f"{path}: schema {ranks.schema!r:.40} instead of {SCHEMA}")
         found.append(ranks)
     return sorted(found, key=lambda rank: rank.rank)
+
+
+def _inflated(data: bytes) -> bytes:
+    """Raises zlib.error where it is damaged, or more than ``MAX_BYTES``."""
+    inflater = zlib.decompressobj()
+    found = inflater.decompress(data, MAX_BYTES)
+    if not inflater.eof:
+        raise zlib.error(f"it is cut off, or inflates to more than {MAX_BYTES >> 20} MiB")
+    return found

@@ -21,6 +21,7 @@ from vllm_k25_instrument.bench.intervals import FEWEST
 from vllm_k25_instrument.bench.routing import EXTREMES, Routing, read_counts
 from vllm_k25_instrument.bench.table import BenchTable
 from vllm_k25_instrument.commands.documents import fail, show_or_write_json
+from vllm_k25_instrument.commands.terminal import messages
 from vllm_k25_instrument.demo.build import Build
 from vllm_k25_instrument.limits.errors import LimitsError
 from vllm_k25_instrument.limits.gpus import AUTO
@@ -125,7 +126,7 @@ def moe(
 
     Exit codes: 0 all measured; 1 it failed; 2 wrong usage, or it cannot run here; 3 some of it could not be measured.
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     command = "bench moe"
     with failing(errors, command):
         from vllm_k25_instrument.bench import in_vllm
@@ -197,7 +198,7 @@ def all_reduce(
     A time is the transfer: of each repeat the duration of the rank that waited least. Exit codes: 0 all measured; 1 a
     rank died or hung; 2 wrong usage, or it cannot run here.
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     command = "bench all-reduce"
     with failing(errors, command):
         shape, model = read_shape(config)
@@ -240,7 +241,7 @@ def overhead(
 
     Exit codes: 0 all measured; 1 it failed; 2 wrong usage, or it cannot run here.
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     command = "bench overhead"
     with failing(errors, command):
         from vllm_k25_instrument.bench import in_vllm

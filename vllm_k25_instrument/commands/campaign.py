@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_k25_instrument.commands.documents import fail, show, show_or_write_json
+from vllm_k25_instrument.commands.terminal import messages
 from vllm_k25_instrument.limits.gpus import AUTO
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def run(
     Exit codes: 0 complete: all that this server and machine have to say; 3 some step failed (the report says which);
     1 nothing could be measured; 2 wrong usage, no server, or a model that it does not serve; 130 interrupted.
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     from vllm_k25_instrument.campaign.errors import CampaignError
     from vllm_k25_instrument.campaign.live import own_ring_directory
     from vllm_k25_instrument.campaign.manifest import MANIFEST, Manifest, Plan, now, read_manifest
@@ -241,7 +242,7 @@ def report(
     from vllm_k25_instrument.campaign.render import to_html, to_markdown
     from vllm_k25_instrument.commands.terminal import STDOUT
 
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     if [json_file, markdown, html].count(STDOUT) > 1:
         fail(errors, "campaign report", Exit.USAGE, "two documents want standard output: give one of them a file")
     results = _read(errors, "campaign report", folder)
@@ -287,7 +288,7 @@ def compare(
     """
     from vllm_k25_instrument.campaign.compare import ComparisonReport, compare_campaigns
 
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = messages()
     command = "campaign compare"
     compared = compare_campaigns(_read(errors, command, a), _read(errors, command, b))
     shown = ComparisonReport(compared)
