@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 
-.PHONY: help setup check-setup demo test matrix lint audit bench clean
+.PHONY: help setup check-setup demo test matrix parallelism chaos lint audit bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,12 @@ matrix: setup  ## the hook table against every supported vLLM release (the first
 	@$(VENV)/bin/python tools/fetch_vllm.py --matrix
 	@K25_MATRIX=1 $(VENV)/bin/python -m pytest -q tests/contract/test_matrix.py $(ARGS)
 	@$(VENV)/bin/python tools/compatibility.py
+
+parallelism: setup  ## data, pipeline and expert parallel, drafting, torchrun, other model families: every test of them
+	@$(VENV)/bin/python -m pytest -q -m 'e2e or slow' tests/e2e/test_parallelism.py tests/e2e/test_families.py $(ARGS)
+
+chaos: setup  ## what the instrument survives: every scenario, into the README's reliability table (half an hour)
+	@$(VENV)/bin/python -m tests.chaos $(ARGS)
 
 lint: setup  ## ruff and mypy
 	@$(VENV)/bin/ruff check .
