@@ -23,6 +23,7 @@ from vllm_k25_instrument.hooks.resolve import installed_vllm, target_exists, ver
 from vllm_k25_instrument.hooks.table import HOOK_TABLE, READ_VLLM, TESTED_VLLM
 from vllm_k25_instrument.instances import ensure_private_directory, list_instances
 from vllm_k25_instrument.liveness import hold, is_held
+from vllm_k25_instrument.patching.series import PatchError, is_patched
 from vllm_k25_instrument.ring import RingLayout, open_rings
 from vllm_k25_instrument.settings import GraphTiming, Settings, SettingsError, load_settings, unknown_variables
 
@@ -169,15 +170,25 @@ def _plugin_entry() -> Iterator[Finding]:
             "vLLM does not see the plugin: no entry point in vllm.general_plugins",
             "reinstall the package with pip",
         )
+    elif allowed is not None and "vllm_k25_instrument" not in allowed.split(",") and _is_patched():
+        yield Finding("plugin", Verdict.OK, f"VLLM_PLUGINS={allowed} keeps the plugin out; vLLM's source is patched")
     elif allowed is not None and "vllm_k25_instrument" not in allowed.split(","):
         yield Finding(
             "plugin",
             Verdict.FAILURE,
             f"VLLM_PLUGINS={allowed} keeps the plugin out",
-            "add vllm_k25_instrument to it, or unset it",
+            "add vllm_k25_instrument to it, or unset it; or patch vLLM's source: vllm-k25 patch apply",
         )
     else:
         yield Finding("plugin", Verdict.OK, "vLLM will load the plugin")
+
+
+def _is_patched() -> bool:
+    root = installed_vllm()
+    try:
+        return root is not None and is_patched(root)
+    except PatchError:
+        return False
 
 
 def _installed_hooks() -> Iterator[Finding]:
