@@ -120,17 +120,21 @@ class _Measure:
     def experts(self, layer: ExpertLayer) -> None:
         from vllm_k25_instrument.bench.kernels import Experts
 
+        plan = self._plan
+        routed = [
+            (tokens, routing, choose_experts(routing, tokens, layer.experts, layer.active, plan.counts))
+            for tokens in plan.tokens
+            for routing in plan.routings
+        ]
         self._say(f"making {layer.experts} experts, {layer.nbytes(layer.experts) / 1e9:,.2f} GB")
         experts = Experts(layer, self._device)
-        plan = self._plan
-        for tokens in plan.tokens:
-            for routing in plan.routings:
-                chosen = choose_experts(routing, tokens, layer.experts, layer.active, plan.counts)
-                distinct = distinct_experts(chosen)
-                self._say(f"routed experts, {tokens} tokens, {routing}")
-                row = _row("routed experts", experts.path, layer.shape, layer.part(tokens, distinct), tokens)
-                row = replace(row, routing=str(routing), active_experts=distinct, calls_per_step=layer.calls_per_step)
-                self._time(row, experts.call(chosen), layer.part(tokens, distinct))
+        for tokens, routing, chosen in routed:
+            distinct = distinct_experts(chosen)
+            self._say(f"routed experts, {tokens} tokens, {routing}")
+            part = layer.part(tokens, distinct)
+            row = _row("routed experts", experts.path, layer.shape, part, tokens)
+            row = replace(row, routing=str(routing), active_experts=distinct, calls_per_step=layer.calls_per_step)
+            self._time(row, experts.call(chosen), part)
 
     def dense(self, matrices: Sequence[Projection]) -> None:
         from vllm_k25_instrument.bench.kernels import Projections
