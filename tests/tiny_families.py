@@ -36,11 +36,28 @@ _MLA: Final = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+_ATTENTION_LINEARS: Final = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    "fused_qkv_a_proj",
+)
+_MLP_LINEARS: Final = ("gate_proj", "up_proj", "down_proj")
 _FP8: Final = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "weight_block_size": [128, 128],
+    # The experts only: vLLM's CPU build multiplies plain FP8 matrices on processors with AMX only.
+    "ignored_layers": [
+        "lm_head",
+        *(f"model.layers.{n}.mlp.gate" for n in range(LAYERS)),
+        *(f"model.layers.{n}.self_attn.{linear}" for n in range(LAYERS) for linear in _ATTENTION_LINEARS),
+        *(
+            f"model.layers.{n}.mlp.{part}{linear}"
+            for n in range(LAYERS)
+            for part in ("", "shared_experts.")
+            for linear in _MLP_LINEARS
+        ),
+    ],
 }
 
 _LLAMA: Final = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False, **_GQA}

@@ -5,11 +5,14 @@ What takes long and adds little is marked slow; `make parallelism` runs all of i
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,10 +22,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import PROMPTS, READY_SECONDS, Client, Running
+from tests.e2e.conftest import DATA, PROMPTS, READY_SECONDS, Client, Running
 from tests.exposition import assert_exposition_is_sound
+from tests.samples import wait_for
 from tests.tiny_families import DUMMY_WEIGHTS, LAYERS, write_family
-from vllm_k25_instrument.demo.server import VllmServer, free_port, thread_binding
+from vllm_k25_instrument.demo.server import CPU_SETUP_PATH, VllmServer, free_port, thread_binding
 from vllm_k25_instrument.instances import list_instances
 from vllm_k25_instrument.model import Category, Phase, StepSample, category_exclusive_ns
 from vllm_k25_instrument.ring import RingReader, open_rings
@@ -297,3 +301,60 @@ def test_ranks_that_torchrun_starts_share_an_instance(tmp_path: Path, two_worker
                 Category.SAMPLING: 1,
             },
         )
+
+
+@pytest.fixture
+def ray_cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A Ray of our own on this machine, which believes to have two GPUs; the environment of a server that uses it."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray (pip install ray)")
+    port = free_port()
+    paths = [str(DATA / "ray_on_cpu"), str(CPU_SETUP_PATH), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "RAY_USAGE_STATS_ENABLED": "0"}
+    # Short, since Ray puts sockets into it.
+    with tempfile.TemporaryDirectory(prefix="k25-ray-") as folder, (tmp_path / "ray.log").open("wb") as log:
+        options = ["--num-cpus=4", "--num-gpus=2", "--object-store-memory=100000000", "--include-dashboard=false"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+        head = subprocess.Popen(
+            [*command, f"--temp-dir={folder}", *options],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            wait_for(lambda: "Ray runtime started" in (tmp_path / "ray.log").read_text(errors="replace"), 120)
+            yield {"RAY_ADDRESS": f"127.0.0.1:{port}", "PYTHONPATH": environment["PYTHONPATH"]}
+        finally:
+            os.killpg(head.pid, signal.SIGTERM)
+            try:
+                head.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(head.pid, signal.SIGKILL)
+                head.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["1", "0"], ids=["executor v2", "executor v1"])
+def test_workers_that_ray_starts_belong_to_the_front_end_s_instance(
+    tmp_path: Path, ray_cluster: dict[str, str], executor: str
+) -> None:
+    arguments = ("--distributed-executor-backend", "ray")
+    env = {**ray_cluster, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor}
+    with serving(tmp_path, "llama", *arguments, tp=2, **env) as running:
+        rings = rings_by_rank(running)
+        assert {rank: ring.identity.coordinates.tp for rank, ring in rings.items()} == {0: 0, 1: 1}
+        for ring in rings.values():
+            every_decode_step_has(
+                ring,
+                {
+                    Category.ATTENTION: LAYERS,
+                    Category.ALL_REDUCE: 1 + 2 * LAYERS,
+                    Category.COLLECTIVE: 1,
+                    Category.SAMPLING: 1,
+                },
+            )
+        metrics = running.client.get("/metrics")
+        assert_exposition_is_sound(metrics)
+        for rank in rings:
+            assert f'vllm_k25_steps_total{{phase="decode",rank="{rank}"}}' in metrics

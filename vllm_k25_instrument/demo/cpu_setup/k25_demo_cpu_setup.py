@@ -75,6 +75,9 @@ def _allow_int4_experts(module: Any) -> None:
     wrapt.wrap_function_wrapper(module, f"{experts}._supports_quant_scheme", supports_quant_scheme)
     wrapt.wrap_function_wrapper(module, f"{experts}._supports_routing_method", supports_routing_method)
     wrapt.wrap_function_wrapper(module, f"{experts}._supports_current_device", supports_current_device)
+    # The same kernel computes FP8 experts, which a test serves.
+    wrapt.wrap_function_wrapper(module, "CPUExpertsFp8._supports_routing_method", supports_routing_method)
+    wrapt.wrap_function_wrapper(module, "CPUExpertsFp8._supports_current_device", supports_current_device)
     if not _has_int4_kernel():
         wrapt.wrap_function_wrapper(module, "prepare_int4_moe_layer_for_cpu", _prepare_in_torch)
         wrapt.wrap_function_wrapper(module, f"{experts}.apply", _apply_in_torch)
