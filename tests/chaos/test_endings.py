@@ -22,6 +22,8 @@ from vllm_k25_instrument.ring import open_rings
 pytestmark = pytest.mark.chaos
 
 GRACE_SECONDS = 30
+PATIENCE = 20.0
+"""vLLM, told to end, may leave its clients without an answer and their connections open."""
 
 
 def kill_a_worker(running: Running) -> None:
@@ -45,7 +47,7 @@ class Ended:
     """One server, with traffic on it, brought to its end."""
 
     def __init__(self, running: Running, inject: Callable[[Running], None]) -> None:
-        self.traffic = Traffic(running.server, tokens=200)
+        self.traffic = Traffic(running.server, tokens=200, patience=PATIENCE)
         with self.traffic:
             self.traffic.wait_for(CLIENTS)
             time.sleep(0.3)  # all of them in the middle of a stream

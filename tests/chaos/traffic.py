@@ -21,9 +21,13 @@ class Traffic:
     A request that has begun is waited for, however it ends.
     """
 
-    def __init__(self, server: VllmServer, *, clients: int = CLIENTS, tokens: int = TOKENS) -> None:
+    def __init__(
+        self, server: VllmServer, *, clients: int = CLIENTS, tokens: int = TOKENS, patience: float = 120.0
+    ) -> None:
+        """`patience`: seconds without a token after which a request counts as failed."""
         self._server = server
         self._tokens = tokens
+        self._patience = patience
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._stream) for _ in range(clients)]
         self.results: list[RequestResult] = []
@@ -31,7 +35,12 @@ class Traffic:
     def _stream(self) -> None:
         while not self._stop.is_set():
             load = run_load(
-                self._server.url, self._server.model, concurrency=1, requests=1, max_tokens=self._tokens, timeout=120
+                self._server.url,
+                self._server.model,
+                concurrency=1,
+                requests=1,
+                max_tokens=self._tokens,
+                timeout=self._patience,
             )
             (result,) = asyncio.run(load).requests
             self.results.append(result)
