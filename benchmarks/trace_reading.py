@@ -13,8 +13,8 @@ about as well as a real one), and one `--times` as long, and reads each with
 * ``gzip`` alone, which ends with nothing.
 
 Each runs in a process of its own, in turns, so that ratios come from one run; the best of the rounds counts. Memory is
-the peak resident set above what the process had after its imports. Last: eight ranks on the cores of this machine, beside
-one of them in this process; the median of seven pairs.
+the peak resident set above what the process had after its imports. Last: eight ranks on the cores of this machine,
+beside one of them in this process; the median of seven pairs.
 """
 
 from __future__ import annotations

@@ -40,7 +40,17 @@ class _Shape:
     the work after a step.
     """
 
-    __slots__ = ("_columns", "_nested", "all_reduces", "codes", "hook_calls", "nested", "one_stream", "packed", "streams")
+    __slots__ = (
+        "_columns",
+        "_nested",
+        "all_reduces",
+        "codes",
+        "hook_calls",
+        "nested",
+        "one_stream",
+        "packed",
+        "streams",
+    )
 
     def __init__(self, columns: Sequence[Column], ring: RingWriter) -> None:
         codes, hooks, _, parents, details, nbytes, layers, streams = columns[:STATIC]
@@ -83,7 +93,7 @@ class SampleWriter:
         self._shapes: list[_Shape | None] = [None] * len(PHASES)
 
     def write(self, step: OpenStep, duration_ns: int, gap_ns: int, device: Device[Any]) -> bool:
-        """Write the sample of a finished step and count it; False, and nothing counted, where it does not fit a slot."""
+        """Write the sample of a finished step and count it; False, and nothing counted, where no slot can hold it."""
         phase, graph = PHASE_CODE[step.phase], _GRAPH_CODE[step.graph_mode]
         totals = self._ring.totals
         totals.add_overhead(step.overhead_ns)

@@ -87,7 +87,8 @@ def _parents(start: Int64, duration: Int64, thread: Int64) -> Int32:
     """The range that each range began in: the last one before it, on its thread, that ended after it began.
 
     All at once. A candidate that is over when a range begins hands it on to its own candidate: what lies between those
-    two was over when the first began, so it cannot be the one. That halves what is left of a chain of siblings each time.
+    two was over when the first began, so it cannot be the one. That halves what is left of a chain of siblings each
+    time.
     """
     by_thread = np.argsort(thread, kind="stable")
     began, on = start[by_thread], thread[by_thread]

@@ -24,8 +24,8 @@ MISSING: Final = -1
 NO_TIME: Final = -(2**63)
 """A start, in ns, that is not a number: NaN, infinite, or beyond 64 bits."""
 
-# A double holds a nanosecond of a count of microseconds up to 2**43 (102 days); beyond that the digits must be read. Less
-# a day, so that a look at some rows tells: no row of a capture is a day later than the rows around it.
+# A double holds a nanosecond of a count of microseconds up to 2**43 (102 days); beyond that the digits must be read.
+# Less a day, so that a look at some rows tells: no row of a capture is a day later than the rows around it.
 EXACT_US: Final = float(2**43 - 86_400 * 10**6)
 _LOOK_EVERY: Final = 16
 _MAX_US: Final = 9_000_000_000_000_000
