@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from tests.e2e.conftest import launch, nvtx_logger, tiny_model
+import pytest
+
+pytest.register_assert_rewrite("tests.chaos.lab", "tests.chaos.figures", "tests.chaos.traffic")
+
+from tests.e2e.conftest import launch, nvtx_logger, tiny_model  # noqa: E402
 
 __all__ = ["launch", "nvtx_logger", "tiny_model"]

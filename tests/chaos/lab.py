@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -27,6 +28,9 @@ from vllm_k25_instrument.model import LOST_REASONS, PHASES
 from vllm_k25_instrument.ring import RingReader
 from vllm_k25_instrument.totals import Totals
 
+OF_VLLM = "-cpushm_"
+"""In the names of its shared memory for all-reduces, which killed workers leave."""
+CLI = "vllm_k25_instrument.cli"
 SCRAPE_PERIOD = 0.2
 
 
@@ -34,10 +38,11 @@ class Exporter:
     """A running `vllm-k25 export`."""
 
     def __init__(self, rings: Path) -> None:
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_k25_instrument.cli", "export", str(rings), "--port", "0"],
+            [sys.executable, "-X", "faulthandler", "-m", CLI, "export", str(rings), "--port", "0"],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._stderr,
             text=True,
         )
         assert self._process.stdout is not None
@@ -56,10 +61,16 @@ class Exporter:
         """Send a signal, return the exit status."""
         self.is_ending = True
         self._process.send_signal(number)
-        status = self._process.wait(15)
-        if self._process.stdout is not None:
+        try:
+            return self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGABRT)  # faulthandler says where its threads are
+            self._process.wait(30)
+            self._stderr.seek(0)
+            raise AssertionError(f"an exporter outlived {number.name}: {self._stderr.read()}") from None
+        finally:
+            assert self._process.stdout is not None
             self._process.stdout.close()
-        return status
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,8 @@ class Lab:
     def scenario(self, name: str) -> Iterator[tuple[Traffic, Figures]]:
         """Traffic while the block lasts; its figures are complete, and not yet checked, when it ends."""
         figures = Figures(name)
+        if not self.exporter.running:
+            self.exporter = Exporter(self.running.ring_dir)
         self.scrape_errors.clear()
         before, pids = self._counted(), self.pids
         held = {pid: processes.files(pid) for pid in pids}
@@ -185,8 +198,8 @@ class Lab:
             self.exporter.end()
 
     def stop_server(self) -> list[str]:
-        """Stop it as a user would; returns what it leaves behind."""
-        return leftovers(self.running, lambda: self.running.server.stop())
+        """Stop it as a user would; returns what is left behind but for what vLLM leaves itself."""
+        return [what for what in leftovers(self.running, self.running.server.stop) if OF_VLLM not in what]
 
 
 def leftovers(running: Running, end: Callable[[], None]) -> list[str]:
