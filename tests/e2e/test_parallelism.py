@@ -220,7 +220,8 @@ def speculative(**config: Any) -> tuple[str, str]:
     return "--speculative-config", json.dumps(config)
 
 
-def test_a_draft_model_is_speculation_and_no_step_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_models_own_layer_that_drafts(tmp_path: Path) -> None:
     """The drafter is the model's own multi-token-prediction layer: MLA, experts, shared experts."""
     with serving(tmp_path, "deepseek_v3", *speculative(method="mtp", num_speculative_tokens=1)) as running:
         assert_drafts_are_one_range(running, DEEPSEEK_V3, "EagleProposer")
@@ -228,8 +229,7 @@ def test_a_draft_model_is_speculation_and_no_step_of_its_own(tmp_path: Path) -> 
         assert ring.identity.layers == {"mla_attention": LAYERS, "moe": MOE_LAYERS, "moe_shared_experts": MOE_LAYERS}
 
 
-@pytest.mark.slow
-def test_a_draft_model_of_another_family(tmp_path: Path) -> None:
+def test_a_draft_model_is_speculation_and_no_step_of_its_own(tmp_path: Path) -> None:
     drafter = write_family(tmp_path / "drafter", "llama")
     config = speculative(method="draft_model", model=str(drafter), num_speculative_tokens=2)
     with serving(tmp_path, "qwen3_moe", *config) as running:
