@@ -9,15 +9,9 @@ from threading import Lock
 
 from prometheus_client.core import Metric
 
-from vllm_k25_instrument.export.families import (
-    empty_families,
-    join_ranks,
-    rank_families,
-    unattributed_families,
-    wait_families,
-)
-from vllm_k25_instrument.export.unattributed import UnattributedByPosition
-from vllm_k25_instrument.export.waits import IN_VLLM_SAMPLES, AllReduceWaits
+from vllm_k25_instrument.export.across import AcrossRanks
+from vllm_k25_instrument.export.families import empty_families, join_ranks, rank_families
+from vllm_k25_instrument.export.waits import IN_VLLM_SAMPLES
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.ring import RingError, RingReader, ring_paths
 
@@ -35,7 +29,7 @@ class RingCollector:
 
     New, replaced and vanished rings are noticed at the next scrape. A ring that cannot be read is logged once and left
     out; a scrape raises nothing. It costs one copy of a few kilobytes per rank, whatever the rings hold, and a look at
-    no more than `samples_per_scrape` new samples, which tell waiting from transfer.
+    no more than `samples_per_scrape` new samples, which tell waiting from transfer, and what is unattributed.
     """
 
     def __init__(self, locate: Callable[[], Path], samples_per_scrape: int = IN_VLLM_SAMPLES) -> None:
@@ -44,9 +38,7 @@ class RingCollector:
         `samples_per_scrape` is of all rings together.
         """
         self._locate = locate
-        self._waits = AllReduceWaits(samples_per_scrape)
-        self._unattributed = UnattributedByPosition()
-        self._left_out: dict[str, str] = {}  # of what samples are left out, and why
+        self._across = AcrossRanks(samples_per_scrape)
         self._lock = Lock()  # scrapes may come in several threads
         self._rings: dict[Path, _OpenRing] = {}
         self._complaints: dict[Path, str] = {}
@@ -84,27 +76,7 @@ class RingCollector:
                 ranks[rank] = families
                 readers[rank] = self._rings[path].reader
                 self._complaints.pop(path, None)
-        return [*(ranks[rank] for rank in sorted(ranks)), *self._read_across([readers[rank] for rank in sorted(ranks)])]
-
-    def _read_across(self, readers: list[RingReader]) -> list[list[Metric]]:
-        """What needs the samples of all ranks."""
-        self._take_in("the waiting between ranks", self._waits.read, readers)
-        self._take_in("the unattributed time by position", self._unattributed.read, readers)
-        waits, unattributed = self._waits.totals(), self._unattributed.totals()
-        return [
-            *([] if waits is None else [wait_families(waits)]),
-            *([] if unattributed is None else [unattributed_families(unattributed)]),
-        ]
-
-    def _take_in(self, what: str, read: Callable[[list[RingReader]], None], readers: list[RingReader]) -> None:
-        try:
-            read(readers)
-        except Exception as error:  # what has been counted is still right
-            if self._left_out.get(what) != str(error):
-                self._left_out[what] = str(error)
-                logger.warning("K25: samples left out of %s: %s", what, error)
-        else:
-            self._left_out.pop(what, None)
+        return [*(ranks[rank] for rank in sorted(ranks)), *self._across.read([readers[rank] for rank in sorted(ranks)])]
 
     def _find_rings(self) -> list[Path]:
         try:

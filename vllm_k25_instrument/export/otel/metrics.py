@@ -11,6 +11,7 @@ of 1, as the compatibility rules of OpenTelemetry and Prometheus have it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,13 @@ from typing import Final
 from opentelemetry.sdk.metrics import export as otel
 from prometheus_client.core import Metric, Sample
 
-from vllm_k25_instrument.export.families import rank_families, wait_families
+from vllm_k25_instrument.export.across import AcrossRanks
+from vllm_k25_instrument.export.families import rank_families
 from vllm_k25_instrument.export.otel.deliveries import Delivery, delivery_families
 from vllm_k25_instrument.export.otel.resource import Resources
 from vllm_k25_instrument.export.otel.rings import FollowedRing, FollowedRings
 from vllm_k25_instrument.export.otel.spans import SCOPE
-from vllm_k25_instrument.export.waits import EXPORTER_SAMPLES, AllReduceWaits
-from vllm_k25_instrument.log import logger
+from vllm_k25_instrument.export.waits import EXPORTER_SAMPLES
 from vllm_k25_instrument.model import INF_BUCKET
 
 _INT64_MAX: Final = (1 << 63) - 1
@@ -51,9 +52,13 @@ class MetricSource:
         self._resources = resources
         self._deliveries = deliveries
         self._started_unix_ns = time.time_ns()
-        self._waits = AllReduceWaits(EXPORTER_SAMPLES)
-        self._waits_since_unix_ns = self._started_unix_ns
+        self._begin_anew(self._started_unix_ns)
         self._workers: dict[int, tuple[str, int, int]] = {}
+
+    def _begin_anew(self, now_unix_ns: int) -> None:
+        # The Prometheus side of the exporter says what had to be left out.
+        self._across = AcrossRanks(EXPORTER_SAMPLES, level=logging.DEBUG)
+        self._across_since_unix_ns = now_unix_ns
 
     def collect(self, now_unix_ns: int) -> otel.MetricsData | None:
         """The metrics as they stand; None where there are no rings."""
@@ -70,12 +75,12 @@ class MetricSource:
             readable.append(ring)
         if not readable:
             return None
-        counted += self._read_waits(readable, now_unix_ns)
+        counted += self._read_across(readable, now_unix_ns)
         counted.append(Counted(delivery_families(self._deliveries), self._started_unix_ns))
         scope = otel.ScopeMetrics(SCOPE, list(metrics_of(counted, now_unix_ns)), "")
         return otel.MetricsData([otel.ResourceMetrics(self._resources.of(readable[0].identity), [scope], "")])
 
-    def _read_waits(self, rings: Sequence[FollowedRing], now_unix_ns: int) -> list[Counted]:
+    def _read_across(self, rings: Sequence[FollowedRing], now_unix_ns: int) -> list[Counted]:
         workers = {
             ring.identity.coordinates.global_rank: (
                 ring.identity.instance,
@@ -86,16 +91,11 @@ class MetricSource:
         }
         if any(self._workers.get(rank, worker) != worker for rank, worker in workers.items()):
             # Counters that begin again at zero need a new start time.
-            self._waits = AllReduceWaits(EXPORTER_SAMPLES)
-            self._waits_since_unix_ns = now_unix_ns
+            self._begin_anew(now_unix_ns)
             self._workers = {}
         self._workers |= workers
-        try:
-            self._waits.read([ring.reader for ring in rings])
-        except Exception as error:  # what has been counted is still right
-            logger.debug("K25: OTLP: samples left out of the waiting between ranks: %s", error)
-        totals = self._waits.totals()
-        return [] if totals is None else [Counted(wait_families(totals), self._waits_since_unix_ns)]
+        across = self._across.read([ring.reader for ring in rings])
+        return [Counted(families, self._across_since_unix_ns) for families in across]
 
 
 def count_points(data: otel.MetricsData) -> int:
