@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -172,8 +173,11 @@ def _last_line(text: str) -> str:
 
 def _reason(log: str) -> str:
     """The first error of a server's log, without vLLM's prefixes."""
-    lines = [line for line in log.splitlines() if "Error: " in line and "Engine core" not in line]
-    return lines[0].partition("] ")[2].strip()[:300] or lines[0][-300:] if lines else ""
+    for line in log.splitlines():
+        found = re.search(r"ERROR .*?\] (?P<said>\w*(?:Error|Exception): .*|Worker proc \S+ died unexpectedly)", line)
+        if found:
+            return re.sub(r" \(/\S+\)", "", found["said"])[:300]
+    return ""
 
 
 # --- inside of it ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.samples import run_python
+from vllm_k25_instrument import worker
 from vllm_k25_instrument.doctor import _vllm_version
 from vllm_k25_instrument.hooks.names import HOOK_INDEX, HOOK_NAMES
 from vllm_k25_instrument.hooks.patcher import Patcher, exists_in, version_matches
@@ -214,6 +216,28 @@ def test_a_version_that_cannot_be_read_counts_as_the_newest(version):
 def test_builds_and_previews_of_a_version_count_as_that_version(version):
     assert version_matches(version, TESTED_VLLM)
     assert not version_matches(version, "<0.32")
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "says"),
+    [("99.0.0", "WARNING", "is not known"), ("", "WARNING", "of unknown version"), ("0.28.0", "INFO", "are known")],
+)
+def test_the_log_says_how_well_a_version_is_known(monkeypatch, caplog, version, level, says):
+    logger = logging.getLogger("k25-test")
+    monkeypatch.setattr(worker, "logger", logger)
+    with caplog.at_level("INFO", logger.name):
+        worker.say_how_well_known(version)
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert says in record.getMessage()
+
+
+def test_the_tested_version_is_not_talked_about(monkeypatch, caplog):
+    logger = logging.getLogger("k25-test")
+    monkeypatch.setattr(worker, "logger", logger)
+    with caplog.at_level("INFO", logger.name):
+        worker.say_how_well_known(VERSION)
+    assert caplog.records == []
 
 
 # --- what else we assume of vLLM -----------------------------------------------------------------------------
