@@ -89,6 +89,7 @@ class Instrumented:
         return list(RingReader(self.ring.path).samples())
 
     def lost(self) -> dict[LostReason, int]:
+        self.ring.publish()  # the last step may not be over
         totals = RingReader(self.ring.path).totals()
         counts = {reason: totals.lost(code) for code, reason in enumerate(LOST_REASONS)}
         return {reason: count for reason, count in counts.items() if count}
