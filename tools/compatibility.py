@@ -150,7 +150,7 @@ def run_rows(runs: Iterable[Mapping[str, Any]]) -> Iterable[list[str]]:
             if counts
             else "",
             run["how"],
-            run.get("note", ""),
+            "; ".join(filter(None, (run.get("note"), run.get("remark")))),
         ]
 
 

@@ -37,7 +37,7 @@ sys.path.append(str(TOOLS))
 import setup_env  # noqa: E402
 from fetch_vllm import cache_folder  # noqa: E402
 
-WORKERS, LAYERS = 2, 4
+LAYERS = 4
 READY_S, RUN_S = 900, 1500
 
 PER_DECODE_STEP = {"all_reduce": 2 * LAYERS + 1, "moe_experts": LAYERS - 1, "mla_attention": LAYERS}
@@ -53,19 +53,23 @@ def main() -> int:
     parser.add_argument("version", metavar="VERSION", help="0.30.0")
     parser.add_argument("--remove", action="store_true", help="remove the environment afterwards")
     parser.add_argument("--prepare", action="store_true", help="make the environment only")
+    parser.add_argument("--workers", type=int, choices=(1, 2), default=2, help="tensor-parallel workers (default: 2)")
+    parser.add_argument("--remark", default="", help="goes into the JSON and the table: what is known of the outcome")
     parser.add_argument("--inside", metavar="DIR", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
-        print(json.dumps(run_here(arguments.version, arguments.inside)))
+        print(json.dumps(run_here(arguments.version, arguments.inside, arguments.workers)))
         return 0
     environment = setup_env.Environment(cache_folder() / "environments" / f"vllm-{arguments.version}")
     try:
         if arguments.prepare:
             return prepare(environment, arguments.version)
-        found = run(environment, arguments.version)
+        found = run(environment, arguments.version, arguments.workers)
     finally:
         if arguments.remove:
             shutil.rmtree(environment.path, ignore_errors=True)
+    if arguments.remark:
+        found["remark"] = arguments.remark
     RUNS.mkdir(exist_ok=True)
     path = RUNS / f"vllm-{arguments.version}.json"
     path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -86,7 +90,7 @@ def prepare(environment: setup_env.Environment, version: str) -> int:
     return 0
 
 
-def run(environment: setup_env.Environment, version: str) -> dict[str, Any]:
+def run(environment: setup_env.Environment, version: str, workers: int) -> dict[str, Any]:
     """What came of it, as docs/releases/*.json hold it."""
     record: dict[str, Any] = {"vllm": version, "python": platform.python_version(), "how": "not run"}
     try:
@@ -94,9 +98,9 @@ def run(environment: setup_env.Environment, version: str) -> dict[str, Any]:
     except setup_env.SetupError as error:
         return {**record, "outcome": "cannot run", "note": _last_line(error.problem)}
     torch = environment.versions("torch")["torch"] or ""
-    record["how"] = f"{'reduced model' if reduced(version) else 'whole model'}, TP={WORKERS}, eager, torch {torch}"
+    record["how"] = f"{'reduced model' if reduced(version) else 'whole model'}, TP={workers}, eager, torch {torch}"
     with tempfile.TemporaryDirectory(prefix="k25-release-") as folder:
-        command = [str(environment.python), __file__, version, "--inside", folder]
+        command = [str(environment.python), __file__, version, "--inside", folder, "--workers", str(workers)]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("K25_", "PYTHON"))}
         try:
             result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=RUN_S)
@@ -183,7 +187,7 @@ def _reason(log: str) -> str:
 # --- inside of it ----------------------------------------------------------------------------------------
 
 
-def run_here(version: str, folder: Path) -> dict[str, Any]:
+def run_here(version: str, folder: Path, workers: int) -> dict[str, Any]:
     """Serve, load, count. Raises what goes wrong; the server's log is in the folder."""
     from vllm_k25_instrument.demo.run import warm_up
     from vllm_k25_instrument.demo.server import VllmServer
@@ -202,7 +206,7 @@ def run_here(version: str, folder: Path) -> dict[str, Any]:
         model,
         log=folder / "vllm.log",
         env=env,
-        tensor_parallel_size=WORKERS,
+        tensor_parallel_size=workers,
         extra_args=extra,
         cpu_setup=not reduced(version),
     )
@@ -210,7 +214,7 @@ def run_here(version: str, folder: Path) -> dict[str, Any]:
         server.wait_ready(READY_S)
         warm_up(server)
         failed, requests = load(server)
-        return {**counted(version, folder / "rings"), "requests": requests, "requests_failed": failed}
+        return {**counted(version, folder / "rings", workers), "requests": requests, "requests_failed": failed}
 
 
 def load(server: Any) -> tuple[int, int]:
@@ -224,7 +228,7 @@ def load(server: Any) -> tuple[int, int]:
     return result.failed, len(result.requests)
 
 
-def counted(version: str, rings: Path) -> dict[str, Any]:
+def counted(version: str, rings: Path, workers: int = 2) -> dict[str, Any]:
     """Ranges per decode step and the state of the hooks; `outcome` says whether they are what they must be."""
     from vllm_k25_instrument.instances import find_rings
     from vllm_k25_instrument.model import Phase
@@ -232,11 +236,11 @@ def counted(version: str, rings: Path) -> dict[str, Any]:
 
     readers, errors = open_rings(find_rings(rings))
     problems = [str(error) for error in errors]
-    if len(readers) != WORKERS:
-        problems.append(f"{len(readers)} rings of {WORKERS}")
+    if len(readers) != workers:
+        problems.append(f"{len(readers)} rings of {workers}")
     steps, seen = 0, Counter[tuple[tuple[str, int], ...]]()
     missing: set[str] = set()
-    wanted = REDUCED if reduced(version) else PER_DECODE_STEP
+    wanted = {**(REDUCED if reduced(version) else PER_DECODE_STEP), **({"all_reduce": 0} if workers == 1 else {})}
     for reader in readers:
         missing |= {name for name, state in reader.identity.hooks.items() if state == "missing"}
         for sample in reader.samples():

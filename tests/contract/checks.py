@@ -67,6 +67,27 @@ def missing_targets(tree: VllmTree, version: str, points: Iterable[HookPoint]) -
     return problems
 
 
+# Shadowed, and what is put there is hooked itself.
+HOOKED_ELSEWHERE = {"vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"}
+
+
+def shadowed_targets(tree: VllmTree, version: str, points: Iterable[HookPoint]) -> list[str]:
+    """Hooked methods that a class hides behind an attribute of its instances: the wrapper is never called."""
+    problems = []
+    for point in expected(points, version):
+        owner, _, name = point.target.rpartition(".")
+        if not owner:
+            continue
+        for module, cls in tree.family(point.module, owner):
+            if f"{module}:{cls.name}" in HOOKED_ELSEWHERE:
+                continue
+            for node in ast.walk(cls):
+                stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr == name
+                if stored and ast.unparse(node.value) == "self":
+                    problems.append(f"{module}:{cls.name} assigns self.{name} (line {node.lineno})")
+    return problems
+
+
 def unexpected_targets(tree: VllmTree, version: str, points: Iterable[HookPoint]) -> list[str]:
     """Targets that the table says this release has not, and that are there without a reason being given."""
     excused = {absence.what for absence in ABSENCES if version_matches(version, absence.versions)}
@@ -298,6 +319,8 @@ CALLED = {
         rf"{_MOE}\.(layer|routed_experts|runner\.\w+)",
         r"self\._?quant_method\.apply_monolithic",
     ),
+    "forward_monolithic_cuda": (rf"{_MOE}\.unquantized_fused_moe_method", r"self\._select_monolithic"),
+    "forward_monolithic_cpu": (rf"{_MOE}\.unquantized_fused_moe_method", r"self\._select_monolithic"),
     "select_experts": (rf"{_MOE}\.(layer|runner\.\w+)", r"self\.router\.select_experts"),
     "SharedExperts.__init__": (rf"{_MOE}\.runner\.moe_runner", "SharedExperts"),
     "FusedMoE.__init__": (r"vllm\.model_executor\.models\.deepseek_v2", "SharedFusedMoE"),
@@ -468,6 +491,7 @@ def all_problems(tree: VllmTree, version: str, points: Iterable[HookPoint]) -> l
     points = list(points)
     return [
         *missing_targets(tree, version, points),
+        *shadowed_targets(tree, version, points),
         *unexpected_targets(tree, version, points),
         *uncovered(version, points),
         *misread_arguments(tree, version, points),

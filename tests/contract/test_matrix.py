@@ -59,6 +59,10 @@ def test_every_target_of_the_table_is_there_and_can_be_wrapped(release, tree):
     assert checks.missing_targets(tree, release, HOOK_TABLE) == []
 
 
+def test_no_instance_hides_a_wrapped_method_behind_an_attribute(release, tree):
+    assert checks.shadowed_targets(tree, release, HOOK_TABLE) == []
+
+
 def test_what_doctor_and_the_table_of_compatibility_say_is_so(release):
     assert [p.id for p in checks.expected(HOOK_TABLE, release) if not target_exists(p, root_of(release))] == []
 
@@ -152,6 +156,13 @@ def test_a_renamed_class_is_noticed(newest):
 def test_a_method_that_became_static_is_noticed(newest):
     tree = changed(newest, MOE_BASE, r"    def apply_monolithic\(", "    @staticmethod\n    def apply_monolithic(")
     assert any("is no plain function" in problem for problem in checks.missing_targets(tree, NEWEST, HOOK_TABLE))
+
+
+def test_an_attribute_over_a_hooked_method_is_noticed(newest):
+    body = r"(class TritonMLAImpl\b.*?def __init__\(.*?\n)(        super\(\))"
+    tree = changed(newest, TRITON, "(?s)" + body, r"\1        self.forward_mqa = self.fast\n\2")
+    (problem,) = checks.shadowed_targets(tree, NEWEST, HOOK_TABLE)
+    assert problem.startswith(f"{TRITON}:TritonMLAImpl assigns self.forward_mqa")
 
 
 def test_a_decorator_that_nobody_has_looked_at_is_noticed(newest):

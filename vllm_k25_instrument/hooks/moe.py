@@ -10,6 +10,7 @@ from vllm_k25_instrument.hooks.point import Args, HookKind, HookPoint, Kwargs
 from vllm_k25_instrument.model import Category
 
 _MOE: Final = "vllm.model_executor.layers.fused_moe"
+_UNQUANTIZED: Final = f"{_MOE}.unquantized_fused_moe_method"
 
 
 def _experts_backend(args: Args, kwargs: Kwargs) -> str:
@@ -76,6 +77,9 @@ MOE_POINTS: Final = (
     # CompressedTensorsWNA16MarlinMoEMethod among them.
     _experts(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", "apply", subclasses=True),
     _experts(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase", "apply_monolithic", ">=0.15", subclasses=True),
+    # Put over apply_monolithic in every instance, from where it hides what is wrapped in the class.
+    _experts(_UNQUANTIZED, "UnquantizedFusedMoEMethod", "forward_monolithic_cuda", ">=0.16,<0.20"),
+    _experts(_UNQUANTIZED, "UnquantizedFusedMoEMethod", "forward_monolithic_cpu", ">=0.16,<0.20"),
     HookPoint(
         "moe_routing",
         HookKind.RANGE,

@@ -76,6 +76,12 @@ ABSENCES: Final = (
         "the common base of the backends is the MLA backends' too; attention is unattributed",
     ),
     Absence(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:"
+        "UnquantizedFusedMoEMethod.forward_monolithic_cpu",
+        "<0.16",
+        "apply_monolithic is the same function in the class, and hooked",
+    ),
+    Absence(
         "vllm.model_executor.layers.fused_moe.layer:FusedMoE.__init__",
         "<0.17",
         "shared experts come with SharedFusedMoE, which is hooked",
