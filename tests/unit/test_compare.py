@@ -175,10 +175,11 @@ def test_live_rings_agree_with_a_trace_of_the_same_run_or_do_not(tmp_path):
         rank = open_rank(folder, 0, 1)
         ranges = [
             (Category.MOE_EXPERTS, 0, 20_000, "", -1, -1, 0),
-            (Category.ALL_REDUCE, 20_000, reduce_ns, "", -1, -1, 0),
+            (Category.ATTENTION, 20_000, 8_000, "", -1, -1, 0),
+            (Category.ALL_REDUCE, 28_000, reduce_ns, "", -1, -1, 0),
         ]
         for _ in range(3):
-            rank.write(4, Phase.DECODE, GraphMode.FULL, ranges=ranges, duration_ns=40_000)
+            rank.write(4, Phase.DECODE, GraphMode.FULL, ranges=ranges, duration_ns=30_000 + reduce_ns)
         return folder
 
     trace = tmp_path / "trace.json"
