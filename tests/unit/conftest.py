@@ -9,5 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def our_log_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing vLLM, which tests of its kernels do, cuts the `vllm` loggers off from the root that pytest listens at."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    """Tests of vLLM's kernels import vLLM, which sets its own logger up, and ours below it; pytest hears the root."""
+    vllm = logging.getLogger("vllm")
+    monkeypatch.setattr(vllm, "propagate", True)
+    vllm.setLevel(logging.NOTSET)
