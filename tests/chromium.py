@@ -95,8 +95,10 @@ class Browser:
 
     def _message(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._read], [], [], TIMEOUT_S)
-            data = os.read(self._read, 1 << 16) if ready else b""
+            # Not select(), which knows no descriptor above 1,023.
+            waiting = select.poll()
+            waiting.register(self._read, select.POLLIN)
+            data = os.read(self._read, 1 << 16) if waiting.poll(TIMEOUT_S * 1000) else b""
             if not data:
                 raise TimeoutError("Chromium does not answer")
             self._buffer += data

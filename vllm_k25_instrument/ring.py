@@ -31,6 +31,7 @@ import os
 import stat
 import struct
 import threading
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -157,6 +158,7 @@ class RingWriter:
             self._write_metadata(metadata)
             hold(self._fd)  # so the descriptor stays open for as long as the writer lives
             os.rename(partial, path)
+            weakref.finalize(self, os.close, self._fd).atexit = False  # until the very end somebody may write
         except BaseException:
             os.close(self._fd)
             with contextlib.suppress(OSError):

@@ -7,12 +7,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from tests.chaos.lab import Lab, filled, mounted
 from tests.e2e.conftest import DATA, Launch
 from vllm_k25_instrument.model import Category
+from vllm_k25_instrument.recorder.step import OWN_COST_EVERY
 
 pytestmark = pytest.mark.chaos
 
@@ -71,10 +73,11 @@ def test_hooks_that_raise_recurse_and_sleep(lab: Lab) -> None:
         assert ring.identity.hooks["all_reduce"] == "quiet"
         assert ring.identity.hooks["moe_experts"] == "quiet"
         assert ring.identity.hooks["mla_decode"] == "attached"  # slow is not broken
-        last = list(ring.samples())[-1]
-        details = {r.detail for r in last.ranges if r.category is Category.MLA_ATTENTION}
+        samples = list(ring.samples())
+        details = {r.detail for r in samples[-1].ranges if r.category is Category.MLA_ATTENTION}
         assert "slept" in details
-        assert last.overhead_ns >= 4 * 1_000_000  # four layers slept; what we cost is shown
+        # Four layers slept for a millisecond; what we cost is shown, in the mean over steps that are timed in turn.
+        assert fmean(sample.overhead_ns for sample in samples[-4 * OWN_COST_EVERY :]) >= 3_000_000
 
 
 def test_a_plugin_that_is_loaded_again_and_again(lab: Lab) -> None:
@@ -87,12 +90,19 @@ def test_a_plugin_that_is_loaded_again_and_again(lab: Lab) -> None:
         assert sum(r.category is Category.SAMPLING for r in last.ranges) == 1  # and one wrapper
 
 
+def _set(clock: Path, seconds: int) -> None:
+    """At once: whoever looks at the clock must never find the file empty."""
+    written = clock.with_suffix(".new")
+    written.write_text(str(seconds))
+    written.replace(clock)
+
+
 def test_a_clock_that_is_set_back_and_forth(lab: Lab, clock: Path) -> None:
     with lab.scenario("clock") as (traffic, figures):
         began = time.monotonic_ns()
         first = [ring.written for ring in lab.rings]
         for hours in (5, -30, 2, 0):
-            clock.write_text(str(hours * 3600))
+            _set(clock, hours * 3600)
             traffic.wait_for(2)
         elapsed = time.monotonic_ns() - began
     figures.check()

@@ -31,12 +31,12 @@ from vllm_k25_instrument.campaign.live import (
 )
 from vllm_k25_instrument.campaign.load import Latency, WindowLoad
 from vllm_k25_instrument.campaign.manifest import Plan
-from vllm_k25_instrument.campaign.results import read_results
+from vllm_k25_instrument.campaign.results import Column, read_results
 from vllm_k25_instrument.campaign.samples_file import read_samples
 from vllm_k25_instrument.campaign.scrapes import metrics_figures
 from vllm_k25_instrument.campaign.scrub import HOST, SECRET, scrub_command, scrub_text, scrub_url
 from vllm_k25_instrument.campaign.server import Server
-from vllm_k25_instrument.campaign.window import ring_figures
+from vllm_k25_instrument.campaign.window import LiveFigures, Window, ring_figures
 from vllm_k25_instrument.export.collector import RingCollector
 from vllm_k25_instrument.model import (
     ALL_REDUCE_PATHS,
@@ -154,6 +154,31 @@ def test_only_decode_steps_at_the_full_batch_count_and_the_rest_has_a_row_of_its
     assert live.unsampled_ns == pytest.approx(9e6 - (8 * 10e6 + 6e6) / 9)
     assert live.components[Category.ALL_REDUCE].calls == 1
     assert live.components[Category.UNATTRIBUTED].exposed_ns == 10_000_000 - 78_000
+
+
+def test_the_parts_add_up_where_a_window_does_not_tell_one_of_them_or_has_no_live_breakdown() -> None:
+    def window(number: int, tpot_ns: float, **live: float | None) -> Window:
+        latency = Latency(mean_ns=tpot_ns, p50_ns=tpot_ns, p99_ns=tpot_ns)
+        load = WindowLoad("openai", 1, 2, 0, 64, 0, 10**9, tpot=latency, ttft=None)
+        figures = LiveFigures(RING, 1.0, 1, 10, components={}, **live) if live else None  # type: ignore[arg-type]
+        return Window(1, number, load, figures)
+
+    column = Column(
+        1,
+        [
+            window(0, 10e6, step_ns=8e6, gap_ns=1e6, others_ns=0.5e6, unsampled_ns=None),
+            window(1, 11e6, step_ns=9e6, gap_ns=1e6, others_ns=0.5e6, unsampled_ns=0.2e6),
+            window(2, 90e6),
+        ],
+    )
+    unsampled = column.part("unsampled_ns")
+    assert column.tpot is not None
+    assert column.unexplained is not None
+    assert unsampled is not None
+    assert (unsampled.mean, column.unexplained.mean, column.tpot.mean) == pytest.approx((0.1e6, 0.4e6, 10.5e6))
+    parts = [column.part(figure) for figure in ("step_ns", "gap_ns", "others_ns", "unsampled_ns")]
+    assert sum(part.mean for part in parts if part) + column.unexplained.mean == pytest.approx(column.tpot.mean)
+    assert Column(1, [window(0, 10e6)]).part("gap_ns") is None
 
 
 def test_a_concurrency_above_what_the_server_runs_is_seen_in_the_batches(tmp_path: Path) -> None:

@@ -258,6 +258,17 @@ def test_a_quiet_hook_is_as_good_as_gone(bench: Bench, modules: Modules) -> None
     assert made.states_by_name() == {"moe_experts": "quiet"}
 
 
+def test_a_hook_is_quiet_where_one_of_its_targets_is(bench: Bench, modules: Modules) -> None:
+    modules.load(modules.write("k25_engine_t", ENGINE))
+    modules.load(modules.write("k25_engine_u", ENGINE))
+    failing, working = point("k25_engine_t", "Engine.forward"), point("k25_engine_u", "Engine.forward")
+    made = patcher(bench, failing, working)
+    assert made.states_by_name() == {"moe_experts": "attached"}
+    made.quiet(failing)
+    assert made.states[working] is HookState.ATTACHED
+    assert made.states_by_name() == {"moe_experts": "quiet"}
+
+
 def test_uninstalling_puts_every_original_back(bench: Bench, modules: Modules) -> None:
     family = modules.load(modules.write("k25_family_d", FAMILY))
     originals = (family.Common.forward, family.Early.forward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from vllm_k25_instrument.model import (
     exclusive_ns,
 )
 from vllm_k25_instrument.recorder.recorder import Recorder
+from vllm_k25_instrument.recorder.step import OWN_COST_EVERY
 from vllm_k25_instrument.ring import RingLayout, RingReader, RingWriter
 
 
@@ -436,6 +438,31 @@ def test_the_instruments_own_cost_is_recorded(bench: Bench) -> None:
     sample = bench.only_sample()
     assert sample.overhead_ns > 0
     assert RingReader(bench.ring.path).totals().overhead_ns > sample.overhead_ns
+
+
+@pytest.mark.parametrize("sample_every", [1, 7])
+def test_what_one_slow_hook_costs_is_seen_wherever_its_ranges_are(tmp_path: Path, sample_every: int) -> None:
+    bench = Bench(tmp_path, sample_every=sample_every)
+    slept = 0
+
+    def slow(args: Any, kwargs: Any) -> str:
+        nonlocal slept
+        began = time.perf_counter_ns()
+        time.sleep(0.002)
+        slept += time.perf_counter_ns() - began
+        return "slow"
+
+    sleeping = range_point(Category.MLA_ATTENTION, detail=slow)
+    for step in range(OWN_COST_EVERY * sample_every):
+        bench.recorder.begin_step(decode())
+        for _ in range(3 if step % sample_every == 0 else 0):
+            bench.call(POINTS[Category.ALL_REDUCE], 1)
+            bench.call(sleeping, 1)
+        bench.recorder.end_step()
+    overhead = sum(sample.overhead_ns for sample in bench.samples())
+    assert len(bench.samples()) == OWN_COST_EVERY
+    # Each of the 21 slow calls was timed, at one in seven, and counts seven times.
+    assert overhead == pytest.approx(slept, rel=0.5)
 
 
 @pytest.mark.parametrize("fails", ["start", "end"])

@@ -410,9 +410,9 @@ def _sum_of_trace(where: str, trace: TraceFigures, tpot_ns: float | None) -> str
 
 
 def _sum_live(column: Column) -> Iterator[str]:
-    step, tpot, gap = column.over("step_ns"), column.tpot, column.over("gap_ns")
-    others, rest = column.over("others_ns"), column.unexplained
-    unsampled = column.over("unsampled_ns")
+    step, tpot, gap = column.over("step_ns"), column.tpot, column.part("gap_ns")
+    others, rest = column.part("others_ns"), column.unexplained
+    unsampled = column.part("unsampled_ns")
     if step is None or tpot is None or rest is None or not tpot.mean:
         return
     parts = [f"decode step {time_text(step.mean)}"]

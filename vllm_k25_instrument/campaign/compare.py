@@ -165,7 +165,7 @@ def _changes(a: Column, b: Column) -> Iterator[Change]:
         yield Change(
             name, None if mine is None else mine.exposed, None if theirs is None else theirs.exposed, category=name
         )
-    yield Change("between steps", a.over("gap_ns"), b.over("gap_ns"))
+    yield Change("between steps", a.part("gap_ns"), b.part("gap_ns"))
     yield Change("unexplained", a.unexplained, b.unexplained)
 
 

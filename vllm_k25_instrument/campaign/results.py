@@ -64,10 +64,19 @@ class Column:
         """The estimate of a figure of :class:`LiveFigures` over the windows."""
         return estimate_of([getattr(window.live, figure) for window in self.live])
 
+    def part(self, figure: str) -> Estimate | None:
+        """The estimate of a part of the time per output token, over the same windows as :attr:`tpot`.
+
+        So the parts add up: what a window does not tell is in its `unexplained`, and is 0 here. None where no window
+        tells.
+        """
+        found = [getattr(window.live, figure) for window in self.live]
+        return None if all(one is None for one in found) else estimate_of([one or 0.0 for one in found])
+
     @property
     def tpot(self) -> Estimate | None:
-        """Time per output token, ns, as the client saw it."""
-        return estimate_of([window.tpot_ns for window in self.windows])
+        """Time per output token, ns, as the client saw it: of the windows with a live breakdown where there are any."""
+        return estimate_of([window.tpot_ns for window in self.live or self.windows])
 
     @property
     def ttft(self) -> Estimate | None:

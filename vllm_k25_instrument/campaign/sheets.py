@@ -48,9 +48,9 @@ def overview_sheet(results: Results) -> Sheet:
     ]
     rows: tuple[tuple[str, Callable[[Column], str]], ...] = (
         ("decode step", lambda column: with_interval(column.over("step_ns"))),
-        ("+ between steps", lambda column: with_interval(column.over("gap_ns"))),
-        ("+ other steps, on balance", lambda column: with_interval(column.over("others_ns"))),
-        ("+ steps not sampled, against these", lambda column: with_interval(column.over("unsampled_ns"))),
+        ("+ between steps", lambda column: with_interval(column.part("gap_ns"))),
+        ("+ other steps, on balance", lambda column: with_interval(column.part("others_ns"))),
+        ("+ steps not sampled, against these", lambda column: with_interval(column.part("unsampled_ns"))),
         ("+ unexplained", lambda column: with_interval(column.unexplained)),
         ("= time per output token", lambda column: with_interval(column.tpot)),
         ("time to first token, ms", lambda column: with_interval(column.ttft, lambda ns: f"{ns / 1e6:,.1f}")),

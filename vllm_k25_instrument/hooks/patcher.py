@@ -24,14 +24,15 @@ from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import Category
 from vllm_k25_instrument.recorder.recorder import Recorder
 
-# The worst state first: what a hook's several targets add up to is the best of their states.
+# What a hook's several targets add up to is the last of their states here: in use where one of them is, but quiet where
+# one of them is, since what that one timed is known to be left out from then on.
 _RANKING: Final = (
     HookState.OFF,
     HookState.NOT_IN_VERSION,
     HookState.WAITING,
     HookState.MISSING,
-    HookState.QUIET,
     HookState.ATTACHED,
+    HookState.QUIET,
 )
 
 
@@ -70,13 +71,13 @@ class Patcher:
         return dict(self._states)
 
     def states_by_name(self) -> dict[str, str]:
-        """State of each hook: the best that any of its targets has reached."""
-        best: dict[str, HookState] = {}
+        """State of each hook: quiet where any of its targets is, else the best that any of them has reached."""
+        states: dict[str, HookState] = {}
         for point, state in self._states.items():
-            known = best.get(point.name)
+            known = states.get(point.name)
             if known is None or _RANKING.index(state) > _RANKING.index(known):
-                best[point.name] = state
-        return {name: str(best[name]) for name in HOOK_NAMES if name in best}
+                states[point.name] = state
+        return {name: str(states[name]) for name in HOOK_NAMES if name in states}
 
     def install(self) -> None:
         """Attach what is there, and arrange for the rest to be attached on import."""

@@ -21,7 +21,7 @@ from vllm_k25_instrument.hooks.point import HookKind, HookPoint
 from vllm_k25_instrument.log import logger
 from vllm_k25_instrument.model import CATEGORY_CODE, HOOKED_CATEGORIES, NO_LAYER, Category, GraphMode
 from vllm_k25_instrument.recorder.recorder import Recorder
-from vllm_k25_instrument.recorder.step import CODE, END, PUSHED, START
+from vllm_k25_instrument.recorder.step import CODE, END, OWN_COST_EVERY, PUSHED, START
 
 Function = Callable[..., Any]
 
@@ -30,11 +30,6 @@ ADOPTED: Final = "_k25_shared_experts"
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _SPECULATION: Final = CATEGORY_CODE[Category.SPECULATION]
-
-
-OWN_COST_EVERY: Final = 7
-"""Our own cost is timed at every seventh range and counted seven times: timing it costs as much as some of it. Seven is
-prime to the number of ranges that a layer has, so that all kinds of range have their turn."""
 
 
 def wrap(function: Function, point: HookPoint, recorder: Recorder) -> Function:
@@ -83,7 +78,11 @@ def _range(function: Function, point: HookPoint, recorder: Recorder) -> Function
             return function(*args, **kwargs)
         ranges = step.ranges
         index = len(ranges)
-        entered = 0 if index % cost_every else perf_counter_ns()
+        if index < step.own_cost_at:
+            entered = 0
+        else:
+            step.own_cost_at = index + cost_every
+            entered = perf_counter_ns()
         try:
             if layer_of is not None:
                 recorder.layer = layer = layer_of(args, kwargs)

@@ -35,6 +35,7 @@ from vllm_k25_instrument.recorder.step import (
     INDEX,
     LAYER,
     NBYTES,
+    OWN_COST_EVERY,
     PARENT,
     PUSHED,
     START,
@@ -177,6 +178,8 @@ class Recorder:
                 self.thread = get_ident()
                 self.top = None
                 self.layer = NO_LAYER
+                if self.markers is None:  # with them every range's cost is timed
+                    step.own_cost_at = number // self._sample_every % OWN_COST_EVERY
                 step.start_unix_ns = time.time_ns()
                 self.recording = True
             step.host_start_ns = perf_counter_ns()

@@ -24,6 +24,10 @@ START: Final = 9  # the device's marks
 END: Final = 10
 BORROWED: Final = 11  # whether it belongs to a graph, which keeps it from replay to replay
 
+OWN_COST_EVERY: Final = 7
+"""Our own cost is timed at every seventh range and counted seven times: timing it costs as much as some of it. Which of
+the seven changes from sampled step to sampled step, so that every range has its turn."""
+
 
 class OpenStep:
     """A step between its begin and the moment that its marks have been read."""
@@ -40,6 +44,7 @@ class OpenStep:
         "number",
         "overhead_ns",
         "overwritten",
+        "own_cost_at",
         "padded_tokens",
         "phase",
         "pushed",
@@ -62,6 +67,7 @@ class OpenStep:
         self.sampled = sampled
         self.ranges: list[OpenRange] = []
         self.overhead_ns = 0
+        self.own_cost_at = 0  # the index of the next range whose cost is timed
         self.complete = True
         self.aborted = False
         self.overwritten = False  # a graph of it was replayed again before its marks were read
