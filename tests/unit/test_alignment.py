@@ -280,6 +280,41 @@ def test_every_step_is_answered_for_once_whatever_is_lost_on_the_way():
     assert min(aligner.left_out[reason] for reason in (LeftOut.MISSING_RANK, LeftOut.COUNTS_DIFFER)) > 0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_many_samples_at_once_give_what_they_give_one_by_one(seed):
+    """Readings in which all ranks bring the same steps, and readings in which one is late, lacks or repeats some."""
+    rng = random.Random(seed)
+    ranks = (2, 3, 5)
+    at_once, one_by_one = StepAligner(ranks), StepAligner(ranks)
+    late: list[tuple[int, AllReduces]] = []
+    begin, shortcuts = 0, 0
+    for _ in range(40):
+        steps = range(begin, begin + 4 * rng.randrange(12), 4)
+        begin = steps.stop + rng.choice((0, 0, 0, -4, 400))
+        samples = {rank: [timed(*range(rank, rank + 3), step=step) for step in steps] for rank in ranks}
+        if rng.random() < 0.5:
+            rank = rng.choice(ranks)
+            samples[rank] += [those for other, those in late if other == rank]
+            late = [(other, those) for other, those in late if other != rank]
+            for those in [those for those in samples[rank] if rng.random() < 0.1]:
+                samples[rank].remove(those)
+                if rng.random() < 0.7:
+                    late.append((rank, those))
+        if rng.random() < 0.1:
+            at_once.start_at(begin)
+            one_by_one.start_at(begin)
+        shortcuts += at_once._same_new_steps(samples) is not None
+        entries = sorted(
+            ((r, those) for r in ranks for those in samples[r]), key=lambda entry: (entry[1].step, entry[0])
+        )
+        expected = feed_all(one_by_one, entries)
+        aligned = at_once.feed_all(samples)
+        assert [step.step for step in aligned] == [step.step for step in expected]
+        assert all(np.array_equal(a.wait_ns, b.wait_ns) for a, b in zip(aligned, expected, strict=True))
+        assert (at_once.left_out, at_once.pending) == (one_by_one.left_out, one_by_one.pending)
+    assert 0 < shortcuts < 40
+
+
 def test_what_is_before_the_start_is_not_waited_for_and_not_counted():
     aligner = StepAligner((0, 1))
     aligned = feed_all(aligner, [(0, timed(1, step=0)), (0, timed(1, step=48))])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.export_rings import STEP_NS, identity, split, touch_everything
 from tests.exposition import (
@@ -41,6 +42,8 @@ from vllm_k25_instrument.model import (
     LOST_REASONS,
     PHASES,
     AllReducePath,
+    Category,
+    Phase,
     RankIdentity,
 )
 from vllm_k25_instrument.totals import TOTALS_BYTES, TOTALS_COUNT, Histogram, Totals, TotalsWriter
@@ -211,6 +214,31 @@ def test_the_categories_of_a_batch_add_up_to_its_steps():
     ]
     assert round(step_sum * 1e9) == sum(durations)
     assert sum(round(seconds * 1e9) for seconds in category_sums) == sum(durations)
+
+
+def test_a_category_has_series_once_time_has_been_spent_on_it():
+    """A model without experts has no series of experts, in any phase and any batch; of what there is, all of them."""
+    rank = Rank(identity())
+    spent = {Category.ALL_REDUCE: 5_000, Category.UNATTRIBUTED: 7_000}
+    exclusive = [spent.get(category, 0) for category in LIVE_CATEGORIES]
+    rank.totals.add_sample(PHASES.index(Phase.DECODE), 0, 1, 12_000, exclusive)
+    rank.totals.add_sample(PHASES.index(Phase.PREFILL), 0, 1, 12_000, [0] * len(LIVE_CATEGORIES))
+
+    def categories(phase: str) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for family in text_string_to_metric_families(text_of(rank)):
+            for sample in family.samples:
+                if "category" in sample.labels and sample.labels["phase"] == phase:
+                    found.setdefault(sample.name, set()).add(sample.labels["category"])
+        return found
+
+    names = {f"vllm_k25_step_category_seconds_{part}" for part in ("bucket", "count", "sum")}
+    names |= {f"vllm_k25_batch_category_seconds_{part}" for part in ("count", "sum")}
+    for phase in ("decode", "prefill"):
+        assert categories(phase) == {name: {"all_reduce", "unattributed"} for name in names}
+    exclusive[LIVE_CATEGORIES.index(Category.MOE_EXPERTS)] = 1
+    rank.totals.add_sample(PHASES.index(Phase.DECODE), 0, 1, 12_001, exclusive)
+    assert categories("decode") == {name: {"all_reduce", "unattributed", "moe_experts"} for name in names}
 
 
 def test_a_duration_on_a_bound_is_inside_its_bucket():

@@ -35,6 +35,7 @@ from vllm_k25_instrument.model import (
     NS_PER_SECOND,
     PHASES,
     SIZE_LABELS,
+    Category,
     RankIdentity,
 )
 from vllm_k25_instrument.totals import MAX_HOOKS, OTHER_LABEL, Histogram, Totals
@@ -230,8 +231,9 @@ def rank_families(identity: RankIdentity, totals: Totals) -> list[Metric]:
     """The families of one rank, filled. Raises ValueError where the counters contradict themselves."""
     families = _Families()
     rank = str(identity.coordinates.global_rank)
-    _add_steps(families, rank, totals)
-    _add_batches(families, rank, totals)
+    categories = _with_time(totals)
+    _add_steps(families, rank, totals, categories)
+    _add_batches(families, rank, totals, categories)
     _add_all_reduces(families, rank, totals)
     _add_instrument(families, rank, identity, totals)
     return list(families.in_order())
@@ -282,19 +284,34 @@ def seconds(ns: int) -> float:
     return ns / NS_PER_SECOND
 
 
-def _add_steps(families: _Families, rank: str, totals: Totals) -> None:
+def _with_time(totals: Totals) -> tuple[Category, ...]:
+    """The categories that a rank has ever spent time on. The others, of models of another kind, have no series: text is
+    what a scrape costs most of.
+    """
+    phases = range(len(PHASES))
+    return tuple(
+        category
+        for code, category in enumerate(LIVE_CATEGORIES)
+        if any(totals.category(phase, code).sum_ns for phase in phases)
+    )
+
+
+def _add_steps(families: _Families, rank: str, totals: Totals, categories: tuple[Category, ...]) -> None:
     for phase_code, phase in enumerate(PHASES):
         families.steps.add_metric((rank, phase), totals.steps(phase_code))
         families.steps_sampled.add_metric((rank, phase), totals.sampled(phase_code))
         _add_histogram(families.step_duration, STEP_DURATION, (rank, phase), totals.step_duration(phase_code))
         _add_histogram(families.step_host, STEP_HOST, (rank, phase), totals.step_host(phase_code))
-        for code, category in enumerate(LIVE_CATEGORIES):
+        for category in categories:
             _add_histogram(
-                families.step_category, STEP_CATEGORY, (rank, phase, category), totals.category(phase_code, code)
+                families.step_category,
+                STEP_CATEGORY,
+                (rank, phase, category),
+                totals.category(phase_code, LIVE_CATEGORIES.index(category)),
             )
 
 
-def _add_batches(families: _Families, rank: str, totals: Totals) -> None:
+def _add_batches(families: _Families, rank: str, totals: Totals, categories: tuple[Category, ...]) -> None:
     seen: set[tuple[str, ...]] = set()
     for row in totals.batch_rows():
         labels = (rank, row.phase, row.graph_mode, row.batch)
@@ -304,9 +321,9 @@ def _add_batches(families: _Families, rank: str, totals: Totals) -> None:
         seen.add(labels)
         families.batch_step.add_metric(labels, row.steps, seconds(row.step_ns))
         samples = families.batch_category.samples
-        for category, ns in zip(_with_categories(labels), row.category_ns.values(), strict=True):
-            samples.append(Sample(BATCH_CATEGORY.name + "_count", category, row.steps))
-            samples.append(Sample(BATCH_CATEGORY.name + "_sum", category, seconds(ns)))
+        for category, with_category in zip(categories, _with_categories(labels, categories), strict=True):
+            samples.append(Sample(BATCH_CATEGORY.name + "_count", with_category, row.steps))
+            samples.append(Sample(BATCH_CATEGORY.name + "_sum", with_category, seconds(row.category_ns[category])))
 
 
 def _add_all_reduces(families: _Families, rank: str, totals: Totals) -> None:
@@ -382,6 +399,6 @@ def _with_bounds(
 
 
 @cache
-def _with_categories(values: tuple[str, ...]) -> tuple[dict[str, str], ...]:
-    """The labels of one row of a rank, for each live category."""
-    return tuple(dict(zip(BATCH_CATEGORY.labels, (*values, category), strict=True)) for category in LIVE_CATEGORIES)
+def _with_categories(values: tuple[str, ...], categories: tuple[Category, ...]) -> tuple[dict[str, str], ...]:
+    """The labels of one row of a rank, for each of these categories."""
+    return tuple(dict(zip(BATCH_CATEGORY.labels, (*values, category), strict=True)) for category in categories)

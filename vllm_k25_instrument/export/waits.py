@@ -201,7 +201,7 @@ class _Group:
                 for those in all_reduces_of(*ring.reader.packed(begin, min(begin + _AT_ONCE, written[rank])))
             ]
         self._pass_over(self._aligner, taken, passed_over)
-        self._add(_line_up(self._aligner, taken))
+        self._add(self._aligner.feed_all(taken))
 
     def _pass_over(
         self, aligner: StepAligner, taken: Mapping[int, Sequence[AllReduces]], passed_over: Mapping[int, int]
@@ -237,14 +237,3 @@ class _Group:
             of_rank.wait_ns += int(wait.sum())
             of_rank.steps += len(steps)
             of_rank.slowest += slowest[rank]
-
-
-def _by_step(entry: tuple[int, int, AllReduces]) -> tuple[int, int]:
-    return entry[:2]
-
-
-def _line_up(aligner: StepAligner, taken: Mapping[int, Sequence[AllReduces]]) -> list[AlignedStep]:
-    # By step, so that few wait for their other ranks at a time.
-    in_order = sorted(((those.step, rank, those) for rank, steps in taken.items() for those in steps), key=_by_step)
-    aligned = (aligner.feed(rank, those) for _, rank, those in in_order)
-    return [step for step in aligned if step is not None]
