@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | ast.ClassDef | ast.If | ast.Try | ast.With
 _MAX_HOPS = 16
 _HEAD = re.compile(r"\bclass\s+\w+\s*\([^:]*?\)\s*:|\b\w+ as \w+|^\w+ = [\w.]+(?: if .* else [\w.]+)?$", re.MULTILINE)
@@ -40,8 +41,8 @@ class Module:
         return dict(_classes(self.tree, ""))
 
     @cached_property
-    def functions(self) -> dict[str, ast.FunctionDef]:
-        return {node.name: node for node in _statements(self.tree) if isinstance(node, ast.FunctionDef)}
+    def functions(self) -> dict[str, Function]:
+        return {node.name: node for node in _statements(self.tree) if isinstance(node, Function)}
 
     @cached_property
     def imports(self) -> dict[str, tuple[str, str]]:
@@ -96,6 +97,19 @@ class SourceTree:
         self._modules: dict[str, Module | None] = {}
         self._families: dict[ClassId, list[ClassId]] = {}
 
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """Source by module, to the byte."""
+        return {_name_of(path, self.root): path.read_bytes().decode("utf-8") for path in self._paths}
+
+    def with_text(self, module: str, text: str) -> SourceTree:
+        """The same tree with another text of one module."""
+        other = SourceTree(self.root)
+        other.texts = {**self.texts, module: text}
+        other._modules = {name: known for name, known in self._modules.items() if name != module}
+        other._heads = {**self._heads, module: _head(text)}
+        return other
+
     def module(self, name: str) -> Module | None:
         """The module of that dotted name; None where the tree has none."""
         if name not in self._modules:
@@ -139,45 +153,69 @@ class SourceTree:
                 break
             if len(known) != before[0]:
                 examined.clear()
-        return sorted(known, key=lambda c: (c.module, self._class(c).lineno))
+        return sorted(known, key=lambda c: (c.module, self.node(c).lineno))
 
     def resolve(self, module: str, dotted: str) -> set[ClassId]:
         """The classes that a dotted name may stand for in a module."""
         here = self.module(module)
         return set() if here is None else self._resolve(here, ast.parse(dotted, mode="eval").body)
 
-    def method(self, cls: ClassId, name: str) -> ast.FunctionDef | None:
+    def method(self, cls: ClassId, name: str) -> Function | None:
         """The function `name` that the class itself defines, the last where there are several."""
         found = None
-        for node in _statements(self._class(cls)):
-            if isinstance(node, ast.FunctionDef) and node.name == name:
+        for node in _statements(self.node(cls)):
+            if isinstance(node, Function) and node.name == name:
                 found = node
         return found
 
-    def _class(self, cls: ClassId) -> ast.ClassDef:
-        module = self.module(cls.module)
+    def bases(self, cls: ClassId) -> list[ClassId]:
+        """The classes of the tree that a class names as its bases, in order."""
+        module = self._known(cls.module)
+        return [
+            base
+            for expression in self.node(cls).bases
+            for base in sorted(self._resolve(module, expression), key=lambda c: (c.module, c.qualname))
+        ]
+
+    def function(self, module: str, name: str) -> tuple[str, Function] | None:
+        """The function that `name` is in `module`, and the module that defines it: that one, or one it imports from."""
+        for _ in range(_MAX_HOPS):
+            here = self.module(module)
+            if here is None:
+                return None
+            if name in here.functions:
+                return module, here.functions[name]
+            if name not in here.imports:
+                return None
+            module, name = here.imports[name]
+        return None
+
+    def node(self, cls: ClassId) -> ast.ClassDef:
+        """A class's syntax."""
+        return self._known(cls.module).classes[cls.qualname]
+
+    def _known(self, name: str) -> Module:
+        module = self.module(name)
         assert module is not None
-        return module.classes[cls.qualname]
+        return module
+
+    @cached_property
+    def _paths(self) -> list[Path]:
+        return sorted(self.root.rglob("*.py"))
 
     @cached_property
     def _heads(self) -> dict[str, str]:
         """Of each module what can make a class: bases, renaming imports, assignments. Parsing them all takes long."""
-        heads = {}
-        for path in sorted(self.root.rglob("*.py")):
-            parts = path.relative_to(self.root.parent).with_suffix("").parts
-            found = _HEAD.findall(path.read_text(encoding="utf-8"))
-            if found:
-                heads[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = "\n".join(found)
-        return heads
+        return {name: head for name, text in self.texts.items() if (head := _head(text))}
 
     def _read(self, name: str) -> Module | None:
-        if name.split(".")[0] != self.root.name:
+        text = self.texts.get(name)
+        if text is None:
             return None
         relative = Path(*name.split(".")[1:])
-        for path, is_package in ((self.root / relative / "__init__.py", True), (self.root / f"{relative}.py", False)):
-            if path.is_file():
-                return Module(name, path, is_package, path.read_bytes().decode("utf-8"))
-        return None
+        package = self.root / relative / "__init__.py"
+        is_package = package.is_file()
+        return Module(name, package if is_package else self.root / f"{relative}.py", is_package, text)
 
     def _resolve(self, module: Module, expression: ast.expr, hops: int = 0) -> set[ClassId]:
         while isinstance(expression, ast.Subscript):  # a generic base, with its arguments
@@ -221,6 +259,15 @@ class SourceTree:
             if owner is not None and not found:
                 found = self._look_up(owner, name, hops + 1)
         return found
+
+
+def _name_of(path: Path, root: Path) -> str:
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _head(text: str) -> str:
+    return "\n".join(_HEAD.findall(text))
 
 
 def _statements(scope: Scope) -> Iterator[ast.stmt]:

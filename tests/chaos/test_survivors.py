@@ -51,6 +51,7 @@ def lab(launch: Launch, nvtx_logger: Path, shm: Path, tmp_path_factory: pytest.T
         yield made
 
 
+@pytest.mark.chaos
 def test_an_exporter_that_comes_and_goes(lab: Lab) -> None:
     with lab.scenario("exporter") as (traffic, figures):
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -77,6 +78,7 @@ def test_a_full_tmpfs(lab: Lab, shm: Path) -> None:
     figures.check()
 
 
+@pytest.mark.chaos
 def test_rings_cut_short(lab: Lab) -> None:
     rng = random.Random(1)
     with lab.scenario("truncated") as (_, figures):
@@ -89,6 +91,7 @@ def test_rings_cut_short(lab: Lab) -> None:
     assert any("cut short" in line for line in lab.running.our_log())
 
 
+@pytest.mark.chaos
 def test_rings_overwritten(lab: Lab) -> None:
     rng = random.Random(2)
     with lab.scenario("corrupted") as (_, figures):
@@ -103,6 +106,7 @@ def test_rings_overwritten(lab: Lab) -> None:
     figures.check()
 
 
+@pytest.mark.chaos
 def test_other_profilers(lab: Lab) -> None:
     with lab.scenario("profilers") as (traffic, figures):
         lab.post("/start_profile")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-_ALIAS = re.compile(r"\b(\w+) as (\w+)")
-_CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.MULTILINE)
+from source_tree import ClassId, Function, SourceTree
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class Definition:
 
     module: str
     owner: str
-    node: ast.FunctionDef | ast.AsyncFunctionDef
+    node: Function
 
     @property
     def where(self) -> str:
@@ -56,125 +54,70 @@ class Definition:
 
 
 class VllmTree:
-    """The Python files of one release, under the folder `vllm`."""
+    """The Python files of one release, under the folder `vllm`: its functions, and what is called where."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, source: SourceTree | None = None) -> None:
         self.root = root
-        self._parsed: dict[str, ast.Module | None] = {}
+        self._source = source or SourceTree(root)
         self._calls: dict[str, frozenset[str]] = {}
 
-    @cached_property
+    @property
     def texts(self) -> dict[str, str]:
         """Source by module."""
-        texts = {}
-        for path in sorted(self.root.rglob("*.py")):
-            parts = ("vllm", *path.relative_to(self.root).with_suffix("").parts)
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            texts[name] = path.read_text(encoding="utf-8", errors="replace")
-        return texts
+        return self._source.texts
+
+    def with_text(self, module: str, text: str) -> VllmTree:
+        """The same tree with another text of one module."""
+        other = VllmTree(self.root, self._source.with_text(module, text))
+        other._calls = {name: calls for name, calls in self._calls.items() if name != module}
+        return other
 
     def parsed(self, module: str) -> ast.Module | None:
         """Syntax of a module, None where there is no such module."""
-        if module not in self._parsed:
-            text = self.texts.get(module)
-            self._parsed[module] = None if text is None else ast.parse(text)
-        return self._parsed[module]
+        found = self._source.module(module)
+        return found.tree if found else None
 
     # --- classes and functions ---------------------------------------------------------------------------
 
-    def find_class(self, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+    def find_class(self, module: str, name: str) -> ClassId | None:
         """The class that `name` is in `module`: defined there, or imported from another module of vLLM."""
-        found = self._find(module, name)
-        return (found[0], found[1]) if found and isinstance(found[1], ast.ClassDef) else None
+        return min(self._source.resolve(module, name), key=lambda c: (c.module, c.qualname), default=None)
 
     def find_function(self, module: str, target: str) -> Definition | None:
         """The function or method that ``function`` or ``Class.method`` is, own, imported or inherited."""
         owner, _, name = target.rpartition(".")
         if not owner:
-            found = self._find(module, name)
-            is_function = found and isinstance(found[1], (ast.FunctionDef, ast.AsyncFunctionDef))
-            return Definition(found[0], "", found[1]) if is_function else None
+            found = self._source.function(module, name)
+            return Definition(found[0], "", found[1]) if found else None
         cls = self.find_class(module, owner)
-        return self._method(cls, name) if cls else None
+        for definer in self._lineage(cls) if cls else ():
+            node = self._source.method(definer, name)
+            if node is not None:
+                return Definition(definer.module, definer.qualname, node)
+        return None
 
     def family(self, module: str, name: str) -> list[tuple[str, ast.ClassDef]]:
-        """A class and all that inherit from it anywhere in the tree."""
+        """A class and all that inherit from it anywhere in the tree, with their modules."""
         root = self.find_class(module, name)
-        if root is None:
-            return []
-        found = {(root[0], root[1].name): root}
-        todo = [root]
-        while todo:
-            parent_module, parent = todo.pop()
-            for child in self._children.get((parent_module, parent.name), ()):
-                key = (child[0], child[1].name)
-                if key not in found:
-                    found[key] = child
-                    todo.append(child)
-        return list(found.values())
+        members = self._source.family(root) if root else []
+        return [(cls.module, self._source.node(cls)) for cls in members]
 
     def overrides(self, module: str, target: str) -> list[Definition]:
         """Every definition of a method in the family of its class."""
         owner, _, name = target.rpartition(".")
+        root = self.find_class(module, owner)
         return [
-            Definition(where, cls.name, node)
-            for where, cls in self.family(module, owner)
-            if (node := _own_method(cls, name)) is not None
+            Definition(cls.module, cls.qualname, node)
+            for cls in (self._source.family(root) if root else ())
+            if (node := self._source.method(cls, name)) is not None
         ]
 
-    def _method(self, cls: tuple[str, ast.ClassDef], name: str, depth: int = 0) -> Definition | None:
-        own = _own_method(cls[1], name)
-        if own is not None:
-            return Definition(cls[0], cls[1].name, own)
-        for base in cls[1].bases if depth < 12 else ():
-            parent = self.find_class(cls[0], _last_name(base))
-            found = self._method(parent, name, depth + 1) if parent else None
-            if found is not None:
-                return found
-        return None
-
-    def _find(self, module: str, name: str, depth: int = 0) -> tuple[str, ast.stmt] | None:
-        tree = self.parsed(module)
-        if tree is None or depth > 6:
-            return None
-        imported = None
-        for node in _statements(tree.body):
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
-                return module, node
-            if isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        imported = (self._absolute(module, node), alias.name)
-        return self._find(*imported, depth + 1) if imported else None
-
-    def _absolute(self, module: str, node: ast.ImportFrom) -> str:
-        if not node.level:
-            return node.module or ""
-        is_package = (self.root / Path(*module.split(".")[1:]) / "__init__.py").is_file()
-        parts = module.split(".")
-        parts = parts[: len(parts) - node.level + int(is_package)]
-        return ".".join([*parts, *([node.module] if node.module else [])])
-
-    @cached_property
-    def _children(self) -> dict[tuple[str, str], list[tuple[str, ast.ClassDef]]]:
-        """Subclasses by (module, name) of the class that they name as a base; bases outside of vLLM are left out."""
-        by_base_name: dict[str, list[tuple[str, str]]] = {}
-        aliases: dict[str, set[str]] = {}
-        for module, text in self.texts.items():
-            for name, alias in _ALIAS.findall(text):
-                aliases.setdefault(name, {name}).add(alias)
-            for match in _CLASS.finditer(text):
-                for base in re.findall(r"[\w.]+", re.sub(r"\[[^]]*\]", "", match[2])):
-                    by_base_name.setdefault(base.rpartition(".")[2], []).append((module, match[1]))
-        return _Children(self, by_base_name, aliases)
-
-    def with_text(self, module: str, text: str) -> VllmTree:
-        """The same tree with another text of one module."""
-        other = VllmTree(self.root)
-        other.texts = {**self.texts, module: text}
-        other._parsed = {name: tree for name, tree in self._parsed.items() if name != module}
-        other._calls = {name: calls for name, calls in self._calls.items() if name != module}
-        return other
+    def _lineage(self, cls: ClassId) -> list[ClassId]:
+        """A class and those that it inherits from, the nearest first, bases in their order."""
+        found = {cls: None}
+        for base in self._source.bases(cls):
+            found |= dict.fromkeys(self._lineage(base))
+        return list(found)
 
     # --- calls and attributes ----------------------------------------------------------------------------
 
@@ -193,69 +136,20 @@ class VllmTree:
     def assigned(self, module: str, owner: str) -> set[str]:
         """Attributes that the class or one of its bases in vLLM has: assigned to self, or in the class's body."""
         cls = self.find_class(module, owner)
-        return self._assigned(cls) if cls else set()
-
-    def _assigned(self, cls: tuple[str, ast.ClassDef], depth: int = 0) -> set[str]:
-        names: set[str] = set()
-        for node in ast.walk(cls[1]):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _last_name(node.value) == "self":
-                names.add(node.attr)
-        for node in cls[1].body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                names.add(node.name)
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names.add(node.target.id)
-            elif isinstance(node, ast.Assign):
-                names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        for base in cls[1].bases if depth < 12 else ():
-            parent = self.find_class(cls[0], _last_name(base))
-            if parent:
-                names |= self._assigned(parent, depth + 1)
-        return names
+        lineage = self._lineage(cls) if cls else ()
+        return {name for one in lineage for name in _assigned(self._source.node(one))}
 
 
-class _Children(dict):
-    """Looked up base by base, so that only modules are parsed that may hold a subclass."""
-
-    def __init__(
-        self, tree: VllmTree, by_base_name: dict[str, list[tuple[str, str]]], aliases: dict[str, set[str]]
-    ) -> None:
-        super().__init__()
-        self._tree, self._by_base_name, self._aliases = tree, by_base_name, aliases
-
-    def get(self, key, default=()):
-        if key not in self:
-            module, name = key
-            found = []
-            named = (c for alias in self._aliases.get(name, {name}) for c in self._by_base_name.get(alias, ()))
-            for where, child in dict.fromkeys(named):
-                cls = self._tree.find_class(where, child)
-                if cls is None or cls[0] != where:
-                    continue
-                bases = (self._tree.find_class(where, _last_name(base)) for base in cls[1].bases)
-                if any(base is not None and (base[0], base[1].name) == (module, name) for base in bases):
-                    found.append(cls)
-            self[key] = found
-        return self[key]
-
-
-def _statements(body: list[ast.stmt]):
-    """Statements of a module, those under ``if`` and ``try`` included."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If):
-            yield from _statements([*node.body, *node.orelse])
-        elif isinstance(node, ast.Try):
-            handlers = [statement for handler in node.handlers for statement in handler.body]
-            yield from _statements([*node.body, *handlers, *node.orelse])
-
-
-def _own_method(cls: ast.ClassDef, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    found = [n for n in cls.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == name]
-    return found[-1] if found else None
-
-
-def _last_name(node: ast.expr) -> str:
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+def _assigned(cls: ast.ClassDef) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(cls):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    for node in cls.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return names

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
+import compatibility
 import pytest
 
 from tests.contract.trees import releases, root_of
 from vllm_k25_instrument.hooks.point import HookKind, HookPoint
 from vllm_k25_instrument.hooks.releases import ABSENCES, MATRIX
 from vllm_k25_instrument.hooks.table import HOOK_TABLE
-
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tools"))
-
-import compatibility  # noqa: E402
 
 pytestmark = pytest.mark.contract
 

@@ -14,7 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import make_patches
 import pytest
+from source_tree import SourceTree
 
 from tests.contract.trees import INSTALLED, WHOLE_MATRIX, root_of
 from tests.samples import run_python
@@ -35,9 +37,6 @@ from vllm_k25_instrument.patching.series import (
     releases,
     tree_state,
 )
-
-import make_patches  # isort: skip (tests.contract.trees puts tools/ on the path)
-from source_tree import SourceTree  # isort: skip
 
 pytestmark = pytest.mark.contract
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import lru_cache
 from pathlib import Path
 
+from fetch_vllm import tree as cached_tree
 from packaging.version import Version
 
 from tests.contract.syntax import VllmTree
@@ -14,9 +14,6 @@ from vllm_k25_instrument.hooks.releases import BETWEEN, MATRIX, NEWEST
 from vllm_k25_instrument.hooks.resolve import installed_vllm, version_of
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tools"))
-
-from fetch_vllm import tree as cached_tree  # noqa: E402
 
 WHOLE_MATRIX = os.environ.get("K25_MATRIX") == "1"
 """Set by `make matrix`: every release, none of which may be absent."""

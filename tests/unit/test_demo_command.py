@@ -115,7 +115,7 @@ class Server:
 def load_of(concurrency: int = 1, failed: int = 0) -> LoadResult:
     requests = [RequestResult(0, "p", token_ids=(1, 2), latency_s=0.1) for _ in range(2)]
     requests[:failed] = [RequestResult(0, "p", error="HTTP 500: no") for _ in range(failed)]
-    return LoadResult(concurrency, 1.0, tuple(requests))
+    return LoadResult(concurrency, 0, 1.0, tuple(requests))
 
 
 @pytest.fixture

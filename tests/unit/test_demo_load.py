@@ -4,6 +4,7 @@ import asyncio
 import http.server
 import json
 import threading
+import time
 
 import pytest
 
@@ -149,3 +150,18 @@ def test_time_per_output_token_leaves_out_the_first_where_that_was_seen():
     assert streamed.seconds_per_token == pytest.approx(0.1)
     assert whole.seconds_per_token == pytest.approx(0.4)
     assert RequestResult(0, "p", error="x").seconds_per_token is None
+
+
+def test_a_load_begins_with_its_first_request_however_long_the_client_takes_to_make(endpoint, monkeypatch):
+    """The samples of a window are those between its begin and its end."""
+    made: list[int] = []
+
+    class Slow(httpx.AsyncClient):
+        def __init__(self, **kwargs):
+            time.sleep(0.3)
+            super().__init__(**kwargs)
+            made.append(time.time_ns())
+
+    monkeypatch.setattr(httpx, "AsyncClient", Slow)
+    result = asyncio.run(run_load(endpoint.url, "m", concurrency=1, requests=2, max_tokens=2))
+    assert made[0] <= result.began_unix_ns <= time.time_ns() - round(result.wall_s * 1e9)

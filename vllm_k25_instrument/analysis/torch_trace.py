@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_k25_instrument.analysis.capture import Capture, CaptureError, Note, NoteCode
@@ -28,7 +30,8 @@ def read_torch_trace(path: Path, progress: Callable[[int], None] | None = None) 
     """
     blocks = Blocks(path, progress)
     document = Document(path, iter(blocks))
-    document.read()
+    with _uncollected():
+        document.read()
     damage = "; ".join(filter(None, (blocks.damage, document.damage)))
     notes = _notes(path, document, damage)
     return [
@@ -37,6 +40,18 @@ def read_torch_trace(path: Path, progress: Callable[[int], None] | None = None) 
         if section.has_events
         for capture in SectionAssembly(section, path, notes + _skipped(path, section), complete=not damage).captures()
     ]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collections: rows by the hundred thousand set them off, and none of them is in a cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _notes(path: Path, document: Document, damage: str) -> tuple[Note, ...]:

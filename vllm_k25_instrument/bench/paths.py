@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_k25_instrument.hooks.collectives import _path_known_beforehand
+from vllm_k25_instrument.hooks.collectives import path_known_beforehand
 from vllm_k25_instrument.model import AllReducePath
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -51,7 +51,7 @@ def find_paths(group: Any) -> tuple[Path, ...]:
     communicator = group.device_communicator
     plain = Path(AllReducePath.TORCH_DISTRIBUTED, lambda tensor: True, _torch_distributed(group))
     if type(communicator).__name__ == "CpuCommunicator":
-        known = AllReducePath(_path_known_beforehand((communicator,), {}))
+        known = AllReducePath(path_known_beforehand((communicator,), {}))
         own = Path(known, lambda tensor: True, communicator.all_reduce)
         return (plain,) if known is plain.name else (own, plain)
     return (*_of_cuda(communicator), plain)
@@ -92,7 +92,7 @@ def taken_path(group: Any, tensor: torch.Tensor) -> AllReducePath:
     A collective call: all ranks make it.
     """
     communicator = group.device_communicator
-    known = _path_known_beforehand((communicator,), {})
+    known = path_known_beforehand((communicator,), {})
     if known:
         return AllReducePath(known)
     with _watched(communicator) as seen:

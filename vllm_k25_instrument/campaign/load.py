@@ -214,7 +214,6 @@ class OpenAiClient:
         """The same without a file. Raises ServerGoneError where no request gets an answer."""
         from vllm_k25_instrument.demo.load import run_load
 
-        begin = time.time_ns()
         result = asyncio.run(
             run_load(
                 self._url,
@@ -235,8 +234,8 @@ class OpenAiClient:
             requests=len(result.requests),
             failed=result.failed,
             tokens=sum(request.tokens for request in good),
-            begin_unix_ns=begin,
-            end_unix_ns=begin + round(result.wall_s * NS_PER_SECOND),
+            begin_unix_ns=result.began_unix_ns,
+            end_unix_ns=result.began_unix_ns + round(result.wall_s * NS_PER_SECOND),
             tpot=Latency.of([t for request in good if (t := request.seconds_per_token) is not None]),
             ttft=Latency.of([request.first_token_s for request in good if request.first_token_s is not None]),
             errors=tuple(error[:300] for error in result.errors),

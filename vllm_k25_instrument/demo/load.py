@@ -58,9 +58,13 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """All requests of one run, in the order in which they were made. `wall_s` spans first start to last end."""
+    """All requests of one run, in the order in which they were made.
+
+    `wall_s` spans first start to last end; `began_unix_ns` is that start on the wall clock, as samples have it.
+    """
 
     concurrency: int
+    began_unix_ns: int
     wall_s: float
     requests: tuple[RequestResult, ...] = field(repr=False)
 
@@ -116,7 +120,12 @@ async def run_load(
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     # trust_env: a proxy in the environment is not for a server on this machine.
     async with httpx.AsyncClient(
-        base_url=url, timeout=timeout, limits=limits, trust_env=False, headers=headers
+        base_url=url,
+        timeout=timeout,
+        limits=limits,
+        trust_env=False,
+        headers=headers,
+        verify=not url.startswith("http:"),  # the certificates take longer to load than a request takes
     ) as client:
 
         async def send_until_done() -> None:
@@ -125,11 +134,12 @@ async def run_load(
                 body = _body(model, prompt, max_tokens, stream, log_probabilities)
                 results.append(await _request(client, index, prompt, body))
 
+        began_unix_ns = time.time_ns()
         began = time.perf_counter()
         await asyncio.gather(*(send_until_done() for _ in range(concurrency)))
         wall_s = time.perf_counter() - began
     results.sort(key=lambda result: result.index)
-    return LoadResult(concurrency=concurrency, wall_s=wall_s, requests=tuple(results))
+    return LoadResult(concurrency=concurrency, began_unix_ns=began_unix_ns, wall_s=wall_s, requests=tuple(results))
 
 
 def _body(model: str, prompt: Prompt, max_tokens: int, stream: bool, log_probabilities: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ _COMMUNICATORS: Final = "vllm.distributed.device_communicators"
 _BASE: Final = f"{_COMMUNICATORS}.base_device_communicator"
 
 
-def _path_known_beforehand(args: Args, kwargs: Kwargs) -> str:
+def path_known_beforehand(args: Args, kwargs: Kwargs) -> str:
     """The path where the communicator has one only; "" where it picks one per tensor and a PATH hook will tell."""
     kind = type(args[0]).__name__
     if kind == "CpuCommunicator":
@@ -72,7 +72,7 @@ COLLECTIVE_POINTS: Final = (
         "DeviceCommunicatorBase.all_reduce",
         category=Category.ALL_REDUCE,
         subclasses=True,
-        detail=_path_known_beforehand,
+        detail=path_known_beforehand,
         nbytes=message_bytes,
         inherits_layer=True,
     ),

@@ -163,10 +163,10 @@ class Section:
         """Take the rows of one batch. False where it takes none, since some can only be told by their full form."""
         by_role: dict[Role, list[Row]] = {role: [] for role in Role}
         unnamed: list[Row] = []
-        by_category: dict[Category | None, list[Row]] = {cat: by_role[role] for cat, role in ROLES.items()}
-        by_category[None] = unnamed
+        take: dict[Category | None, Callable[[Row], None]] = {cat: by_role[role].append for cat, role in ROLES.items()}
+        take[None] = unnamed.append
         for row in batch.rows:
-            by_category[row.cat].append(row)
+            take[row.cat](row)
         if unnamed and not batch.full:
             return False
         self.rows += len(batch.rows)
@@ -200,24 +200,30 @@ class Section:
             elif row.ph is not Phase.OTHER:
                 self.skipped.no_category += 1
 
-    def _add_gpu(self, rows: list[Row], kind: ActivityKind, ts_is_ns: bool) -> None:
-        whole = [row for row in rows if row.ts is not None and row.dur is not None and row.args is not None]
-        count = len(whole)
-        if count < len(rows):
+    def _add_gpu(self, rows: Sequence[Row], kind: ActivityKind, ts_is_ns: bool) -> None:
+        try:
+            self._append_gpu(rows, kind, ts_is_ns)
+        except _LACKING:
+            whole = [row for row in rows if row.ts is not None and row.dur is not None and row.args is not None]
             no_time = sum(row.ts is None or row.dur is None for row in rows)
             self.skipped.no_time += no_time
-            self.skipped.no_args += len(rows) - count - no_time
-        if not count:
-            return
-        args = [row.args for row in whole]
+            self.skipped.no_args += len(rows) - len(whole) - no_time
+            if whole:
+                self._append_gpu(whole, kind, ts_is_ns)
+
+    def _append_gpu(self, rows: Sequence[Row], kind: ActivityKind, ts_is_ns: bool) -> None:
+        """Raises one of ``_LACKING``, and has done nothing, where a row lacks its times or its arguments."""
+        count = len(rows)
+        times = _times(rows, ts_is_ns)
+        args: list[Any] = list(map(_ARGS, rows))
         stream = _integers(args, _STREAM)
-        columns = self._common(whole, ts_is_ns)
         if (stream == MISSING).any():
-            tid = self.tids.numbers(map(_TID, whole), count)
+            tid = self.tids.numbers(map(_TID, rows), count)
         else:  # nobody will ask
             tid = np.full(count, self.tids.numbers((None,), 1)[0])
         self.gpu.append(
-            **columns,
+            **times,
+            **self._names(rows),
             tid=tid,
             kind=np.full(count, kind, np.int8),
             device=_integers(args, _DEVICE),
@@ -228,49 +234,58 @@ class Section:
             mark=self._marks(args),
         )
 
-    def _add_calls(self, rows: list[Row], ts_is_ns: bool) -> None:
-        timed = [row for row in rows if row.ts is not None]
-        self.skipped.no_time += len(rows) - len(timed)
-        if not timed:
-            return
-        for row in timed:
-            if row.dur is None:
-                row.dur = 0.0
-        args: list[Any] = [row.args or _NO_ARGS for row in timed]
+    def _add_calls(self, rows: Sequence[Row], ts_is_ns: bool) -> None:
+        try:
+            self._append_calls(rows, ts_is_ns)
+        except _LACKING:
+            timed = [row for row in rows if row.ts is not None]
+            self.skipped.no_time += len(rows) - len(timed)
+            for row in timed:
+                row.dur = 0.0 if row.dur is None else row.dur
+                row.args = row.args or _NO_ARGS
+            if timed:
+                self._append_calls(timed, ts_is_ns)
+
+    def _append_calls(self, rows: Sequence[Row], ts_is_ns: bool) -> None:
+        """As `_append_gpu`."""
+        times = _times(rows, ts_is_ns)
+        args: list[Any] = list(map(_ARGS, rows))
+        external = _integers(args, _EXTERNAL)
         self.calls.append(
-            **self._common(timed, ts_is_ns),
-            tid=self.tids.numbers(map(_TID, timed), len(timed)),
+            **times,
+            **self._names(rows),
+            tid=self.tids.numbers(map(_TID, rows), len(rows)),
             correlation=_integers(args, _CORRELATION),
-            external=_integers(args, _EXTERNAL),
+            external=external,
         )
 
-    def _add_host(self, rows: list[Row], operators: bool, ts_is_ns: bool) -> None:
-        timed = [row for row in rows if row.ts is not None and row.dur is not None]
-        # Begin and end rows ("B", "E") have no duration: Kineto writes none, and nothing here pairs them.
-        self.skipped.no_time += len(rows) - len(timed)
-        if not timed:
-            return
-        args: list[Any] = [row.args or _NO_ARGS for row in timed]
+    def _add_host(self, rows: Sequence[Row], operators: bool, ts_is_ns: bool) -> None:
+        try:
+            self._append_host(rows, operators, ts_is_ns)
+        except _LACKING:
+            timed = [row for row in rows if row.ts is not None and row.dur is not None]
+            # Begin and end rows ("B", "E") have no duration: Kineto writes none, and nothing here pairs them.
+            self.skipped.no_time += len(rows) - len(timed)
+            for row in timed:
+                row.args = row.args or _NO_ARGS
+            if timed:
+                self._append_host(timed, operators, ts_is_ns)
+
+    def _append_host(self, rows: Sequence[Row], operators: bool, ts_is_ns: bool) -> None:
+        """As `_append_gpu`."""
+        times = _times(rows, ts_is_ns)
+        external = _integers(list(map(_ARGS, rows)), _EXTERNAL)
         self.host.append(
-            **self._common(timed, ts_is_ns),
-            tid=self.tids.numbers(map(_TID, timed), len(timed)),
-            external=_integers(args, _EXTERNAL),
-            operator=np.full(len(timed), operators),
+            **times,
+            **self._names(rows),
+            tid=self.tids.numbers(map(_TID, rows), len(rows)),
+            external=external,
+            operator=np.full(len(rows), operators),
         )
 
-    def _common(self, rows: list[Row], ts_is_ns: bool) -> dict[str, NDArray[Any]]:
+    def _names(self, rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
         count = len(rows)
-        duration_us = np.fromiter(map(_DUR, rows), np.float64, count)
-        return {
-            "start": (
-                np.fromiter(map(_TS, rows), np.int64, count)
-                if ts_is_ns
-                else ns_of_float_us(np.fromiter(map(_TS, rows), np.float64, count))
-            ),
-            "duration": np.where(duration_us < 0, BAD_DURATION, ns_of_float_us(duration_us)),
-            "name": self.names.numbers(map(_NAME, rows), count),
-            "pid": self.pids.numbers(map(_PID, rows), count),
-        }
+        return {"name": self.names.numbers(map(_NAME, rows), count), "pid": self.pids.numbers(map(_PID, rows), count)}
 
     def _marks(self, args: Sequence[Args | None]) -> Int32:
         """Numbers of the names that graph-node annotations give; -1 where there is none."""
@@ -291,9 +306,34 @@ _DEVICE: Final = operator.attrgetter("device")
 _STREAM: Final = operator.attrgetter("stream")
 _CORRELATION: Final = operator.attrgetter("correlation")
 _EXTERNAL: Final = operator.attrgetter("external")
+_ARGS: Final = operator.attrgetter("args")
 _MARK: Final = operator.attrgetter("mark")
 _ANNOTATION: Final = operator.attrgetter("annotation")
 _BYTES: Final = operator.attrgetter("bytes")
+
+
+_LACKING: Final = (TypeError, AttributeError)
+"""What comes of a row without a time, and of one without arguments, where columns are made of them. Such rows are rare,
+and to try costs nothing.
+"""
+
+
+def _times(rows: Sequence[Row], ts_is_ns: bool) -> dict[str, NDArray[Any]]:
+    duration_us = _microseconds(rows, _DUR)
+    return {
+        "start": (
+            np.fromiter(map(_TS, rows), np.int64, len(rows)) if ts_is_ns else ns_of_float_us(_microseconds(rows, _TS))
+        ),
+        "duration": np.where(duration_us < 0, BAD_DURATION, ns_of_float_us(duration_us)),
+    }
+
+
+def _microseconds(rows: Sequence[Row], field_of: Callable[[Any], Any]) -> NDArray[np.float64]:
+    """A time of each row. Raises TypeError where one has none: numpy makes NaN of it, which no row has."""
+    us = np.fromiter(map(field_of, rows), np.float64, len(rows))
+    if np.isnan(us).any():
+        raise TypeError("a row without a time")
+    return us
 
 
 def _integers(args: Sequence[Any], field_of: Callable[[Any], Any]) -> Int64:
@@ -305,7 +345,11 @@ def ns_of_float_us(us: NDArray[np.float64]) -> Int64:
 
     The whole and the fractional part are scaled apart, since their product with 1000 rounds where they are together.
     """
-    whole = np.floor(np.clip(us, -_MAX_US, _MAX_US))
-    fraction = np.where(np.abs(us) < _MAX_US, us - whole, 0.0)
+    if us.size and us.min() > -_MAX_US and us.max() < _MAX_US:  # false of NaN
+        whole = np.floor(us)
+        fraction = us - whole
+    else:
+        whole = np.floor(np.clip(us, -_MAX_US, _MAX_US))
+        fraction = np.where(np.abs(us) < _MAX_US, us - whole, 0.0)
     ns: Int64 = whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
     return ns
