@@ -50,8 +50,9 @@ def main() -> None:
     if options.pairs < 10:
         parser.error("an interval from fewer than 10 pairs says nothing")
     rates: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        servers = start(Path(folder), stack)
+    shm = "/dev/shm" if os.path.isdir("/dev/shm") else None  # where rings are unless somebody puts them elsewhere
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=shm) as rings, ExitStack() as stack:
+        servers = start(Path(folder), Path(rings), stack)
         for name, server in servers.items():
             with running(server):
                 measure(server, options)  # warm-up
@@ -70,14 +71,14 @@ def main() -> None:
         options.json.write_text(json.dumps({"tokens_per_second": rates}, indent=1))
 
 
-def start(folder: Path, stack: ExitStack) -> dict[str, VllmServer]:
+def start(folder: Path, rings: Path, stack: ExitStack) -> dict[str, VllmServer]:
     """One server per configuration, each ready and stopped (SIGSTOP)."""
     model = folder / "model"
     write_tiny_k25(model, "k25")
     servers = {}
     for name, env in CONFIGURATIONS.items():
         server = VllmServer(
-            model, log=folder / f"{name}.log", env={"K25_RING_DIR": str(folder / "rings" / name), **env}
+            model, log=folder / f"{name}.log", env={"K25_RING_DIR": str(rings / name), **env}
         )
         stack.callback(server.stop)
         stack.callback(signal_group, server, signal.SIGCONT)
