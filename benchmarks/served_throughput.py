@@ -77,9 +77,7 @@ def start(folder: Path, rings: Path, stack: ExitStack) -> dict[str, VllmServer]:
     write_tiny_k25(model, "k25")
     servers = {}
     for name, env in CONFIGURATIONS.items():
-        server = VllmServer(
-            model, log=folder / f"{name}.log", env={"K25_RING_DIR": str(rings / name), **env}
-        )
+        server = VllmServer(model, log=folder / f"{name}.log", env={"K25_RING_DIR": str(rings / name), **env})
         stack.callback(server.stop)
         stack.callback(signal_group, server, signal.SIGCONT)
         server.start()
