@@ -236,12 +236,13 @@ def problems(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
+    from vllm_k25_instrument.instances import default_ring_directory
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1_000_000, help="of all ranks together")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="k25-soak-", dir=shm if shm.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(prefix="k25-soak-", dir=default_ring_directory().parent) as folder:
         result = soak(Path(folder), options.steps)
     found = problems(result)
     first, last = (result["memory"][at]["rss_mib"] for at in (0, -1))

@@ -35,6 +35,7 @@ from vllm_k25_instrument.export.cardinality import NODE_RANKS
 from vllm_k25_instrument.export.collector import RingCollector
 from vllm_k25_instrument.export.waits import EXPORTER_SAMPLES, IN_VLLM_SAMPLES
 from vllm_k25_instrument.hooks.names import HOOK_NAMES
+from vllm_k25_instrument.instances import default_ring_directory
 from vllm_k25_instrument.model import (
     ALL_REDUCE_PATHS,
     BATCH_BUCKETS,
@@ -292,8 +293,8 @@ def main() -> int:
     parser.add_argument("--scrapes", type=int, default=30, help="scrapes whose CPU time is taken")
     parser.add_argument("--directory", type=Path, help="where to put the rings (default: /dev/shm where there is one)")
     arguments = parser.parse_args()
-    shm = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="k25-scrape-", dir=arguments.directory or (shm if shm.is_dir() else None)))
+    memory = default_ring_directory().parent
+    folder = Path(tempfile.mkdtemp(prefix="k25-scrape-", dir=arguments.directory or memory))
     try:
         node = Node(folder)
         slots = node.rings[0].layout.slots

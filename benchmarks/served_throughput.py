@@ -27,6 +27,7 @@ from vllm_k25_instrument.bench.intervals import sign_rank
 from vllm_k25_instrument.demo.load import run_load
 from vllm_k25_instrument.demo.server import VllmServer
 from vllm_k25_instrument.demo.tiny_model import write_tiny_k25
+from vllm_k25_instrument.instances import default_ring_directory
 
 CONFIGURATIONS: dict[str, dict[str, str]] = {
     "off": {},
@@ -50,8 +51,9 @@ def main() -> None:
     if options.pairs < 10:
         parser.error("an interval from fewer than 10 pairs says nothing")
     rates: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
-    shm = "/dev/shm" if os.path.isdir("/dev/shm") else None  # where rings are unless somebody puts them elsewhere
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=shm) as rings, ExitStack() as stack:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        rings = stack.enter_context(tempfile.TemporaryDirectory(dir=default_ring_directory().parent))
         servers = start(Path(folder), Path(rings), stack)
         for name, server in servers.items():
             with running(server):

@@ -100,7 +100,8 @@ class SourceTree:
     @cached_property
     def texts(self) -> dict[str, str]:
         """Source by module, to the byte."""
-        return {_name_of(path, self.root): path.read_bytes().decode("utf-8") for path in self._paths}
+        paths = sorted(self.root.rglob("*.py"))
+        return {_name_of(path, self.root): path.read_bytes().decode("utf-8") for path in paths}
 
     def with_text(self, module: str, text: str) -> SourceTree:
         """The same tree with another text of one module."""
@@ -198,10 +199,6 @@ class SourceTree:
         module = self.module(name)
         assert module is not None
         return module
-
-    @cached_property
-    def _paths(self) -> list[Path]:
-        return sorted(self.root.rglob("*.py"))
 
     @cached_property
     def _heads(self) -> dict[str, str]:

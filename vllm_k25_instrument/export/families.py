@@ -7,7 +7,7 @@ from the start: those begin at zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -233,7 +233,7 @@ def rank_families(identity: RankIdentity, totals: Totals) -> list[Metric]:
     rank = str(identity.coordinates.global_rank)
     categories = _with_time(totals)
     _add_steps(families, rank, totals, categories)
-    _add_batches(families, rank, totals, categories)
+    _add_batches(families, rank, totals, tuple(categories))
     _add_all_reduces(families, rank, totals)
     _add_instrument(families, rank, identity, totals)
     return list(families.in_order())
@@ -284,31 +284,27 @@ def seconds(ns: int) -> float:
     return ns / NS_PER_SECOND
 
 
-def _with_time(totals: Totals) -> tuple[Category, ...]:
-    """The categories that a rank has ever spent time on. The others, of models of another kind, have no series: text is
-    what a scrape costs most of.
+def _with_time(totals: Totals) -> dict[Category, list[Histogram]]:
+    """By phase, the histograms of the categories that a rank has ever spent time on. The others, of models of another
+    kind, have no series: text is what a scrape costs most of.
     """
-    phases = range(len(PHASES))
-    return tuple(
-        category
+    histograms = {
+        category: [totals.category(phase, code) for phase in range(len(PHASES))]
         for code, category in enumerate(LIVE_CATEGORIES)
-        if any(totals.category(phase, code).sum_ns for phase in phases)
-    )
+    }
+    return {category: those for category, those in histograms.items() if any(one.sum_ns for one in those)}
 
 
-def _add_steps(families: _Families, rank: str, totals: Totals, categories: tuple[Category, ...]) -> None:
+def _add_steps(
+    families: _Families, rank: str, totals: Totals, categories: Mapping[Category, Sequence[Histogram]]
+) -> None:
     for phase_code, phase in enumerate(PHASES):
         families.steps.add_metric((rank, phase), totals.steps(phase_code))
         families.steps_sampled.add_metric((rank, phase), totals.sampled(phase_code))
         _add_histogram(families.step_duration, STEP_DURATION, (rank, phase), totals.step_duration(phase_code))
         _add_histogram(families.step_host, STEP_HOST, (rank, phase), totals.step_host(phase_code))
-        for category in categories:
-            _add_histogram(
-                families.step_category,
-                STEP_CATEGORY,
-                (rank, phase, category),
-                totals.category(phase_code, LIVE_CATEGORIES.index(category)),
-            )
+        for category, histograms in categories.items():
+            _add_histogram(families.step_category, STEP_CATEGORY, (rank, phase, category), histograms[phase_code])
 
 
 def _add_batches(families: _Families, rank: str, totals: Totals, categories: tuple[Category, ...]) -> None:
