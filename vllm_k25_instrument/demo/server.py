@@ -167,6 +167,9 @@ class VllmServer:
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
+            # Workers spin, so a client that shares their cores may be late by seconds: its next request must not meet a
+            # connection that the server is closing just then (5 s by default).
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
             **self._binding,
             "PYTHONUNBUFFERED": "1",
             **self._env,
