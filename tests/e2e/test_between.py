@@ -108,21 +108,27 @@ def read_trace(folder: Path) -> tuple[list[dict], int]:
 
 
 def in_step(operators: list[Operator], sample: StepSample) -> list[Operator]:
-    """The operators of a step, on its clock: moved by what the profiler's clock is late.
+    """The operators of a step, on its clock: moved by what the profiler's clock is ahead of it, up to 0.1 ms.
 
-    Between them is at least the time from the begin of an all-reduce's range to that of the operator in it.
+    Every all-reduce lies in its range. That bounds the difference of the clocks on both sides, to a few us: its middle.
     """
-    begin, end = sample.start_unix_ns, sample.start_unix_ns + sample.duration_ns
-    low = bisect.bisect_left(operators, begin, key=lambda operator: operator.start_ns)
-    high = bisect.bisect_left(operators, end, key=lambda operator: operator.start_ns)
-    mine = operators[low:high]
-    reduced = [operator.start_ns - begin for operator in mine if operator.name == ALL_REDUCE]
-    ranges = [r.start_ns for r in sample.ranges if r.category is Category.ALL_REDUCE]
-    assert len(reduced) == len(ranges)
-    late = min(operator - r for operator, r in zip(reduced, ranges, strict=True))
-    assert abs(late) < 200_000  # the two clocks show the same time
-    move = begin + min(late, 0)
-    return [Operator(o.start_ns - move, o.end_ns - move, o.name) for o in mine]
+    begin = sample.start_unix_ns
+    about = starting(operators, begin, begin + sample.duration_ns)
+    reduced = [(o.start_ns - begin, o.end_ns - begin) for o in about if o.name == ALL_REDUCE]
+    ranges = [(r.start_ns, r.start_ns + r.duration_ns) for r in sample.ranges if r.category is Category.ALL_REDUCE]
+    pairs = list(zip(reduced, ranges, strict=True))
+    least = max(operator_end - range_end for (_, operator_end), (_, range_end) in pairs)
+    most = min(operator_start - range_start for (operator_start, _), (range_start, _) in pairs)
+    assert max(abs(least), abs(most)) < 200_000  # the two clocks show the same time
+    origin = begin + (least + most) // 2
+    mine = starting(operators, origin, origin + sample.duration_ns)
+    return [Operator(o.start_ns - origin, o.end_ns - origin, o.name) for o in mine]
+
+
+def starting(operators: list[Operator], begin_ns: int, end_ns: int) -> list[Operator]:
+    """Those that begin between the two, of operators by start."""
+    low, high = (bisect.bisect_left(operators, t, key=lambda operator: operator.start_ns) for t in (begin_ns, end_ns))
+    return operators[low:high]
 
 
 def by_position(sample: StepSample, operators: list[Operator]) -> dict[Position | None, list[Operator]]:
@@ -159,8 +165,8 @@ def test_in_a_gap_runs_what_its_position_says(profiled: tuple[list[Operator], li
             seen[tuple(sorted((p, n) for p, n in counts.items() if n))] += 1
         usual, steps_with_it = seen.most_common(1)[0]
         assert dict(usual) == wanted, name
-        # An operator at the edge of a gap may fall out of it: the clocks of profiler and recorder are two.
-        assert steps_with_it >= 0.8 * len(steps), (name, seen)
+        # The profiler's clock may be set anew within a step.
+        assert steps_with_it >= 0.95 * len(steps), (name, seen)
 
 
 def test_nothing_that_has_a_hook_begins_in_a_gap(profiled: tuple[list[Operator], list[StepSample]]) -> None:
@@ -173,8 +179,8 @@ def test_nothing_that_has_a_hook_begins_in_a_gap(profiled: tuple[list[Operator],
         whole += Counter(o.name for o in mine if o.name in of_step) == of_step
         for those in by_position(sample, mine).values():
             outside.update(o.name for o in those if o.name in of_step)
-    assert whole >= 0.9 * len(steps)
-    assert sum(outside.values()) <= 0.05 * len(steps) * sum(of_step.values()), outside
+    assert whole == len(steps)
+    assert sum(outside.values()) <= 0.01 * len(steps) * sum(of_step.values()), outside
 
 
 def test_the_operators_of_a_position_take_no_longer_than_it_has(
