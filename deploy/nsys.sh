@@ -208,6 +208,11 @@ environment=(
   # vLLM kills workers that take longer than 5 s to end, and what they have not handed to nsys by then is lost.
   "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS=${VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS:-120}"
 )
+# Put in the background by a script, a shell has SIGINT ignored, and cannot change that for what it starts; env can
+# (coreutils 8.31 or newer).
+if [[ -n $(trap -p INT) ]] && env --default-signal=INT true 2>/dev/null; then
+  environment=(--default-signal=INT "${environment[@]}")
+fi
 profile=(
   nsys profile
   "--session-new=$SESSION"

@@ -191,6 +191,16 @@ def test_the_server_is_started_with_sigint_as_it_is_by_default(recipe):
     assert "vllm was started with SIGINT ignored" not in recipe.events()
 
 
+def test_the_server_takes_sigint_where_the_recipe_itself_is_in_the_background_of_a_script(recipe):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        result = recipe.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.returncode == 0, result.stderr
+    assert "vllm was started with SIGINT ignored" not in recipe.events()
+
+
 def test_it_waits_until_the_server_answers(recipe):
     recipe.run("--load", f"echo load >>{recipe.log}")
     lines = recipe.log.read_text().splitlines()
