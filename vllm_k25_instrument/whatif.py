@@ -21,7 +21,7 @@ from vllm_k25_instrument.model import ALL_REDUCE_PATHS, Category, Phase
 from vllm_k25_instrument.report.breakdown import category_order
 from vllm_k25_instrument.report.compare import Side, Steps
 from vllm_k25_instrument.report.digest import GroupKey
-from vllm_k25_instrument.report.figures import graph_text, microseconds
+from vllm_k25_instrument.report.figures import microseconds
 
 SCHEMA: Final = "vllm_k25.whatif/1"
 
@@ -183,7 +183,7 @@ class Prediction:
     @property
     def title(self) -> str:
         """``decode · batch 64 · full graph``."""
-        return f"{self.key.phase} · batch {self.key.batch} · {graph_text(self.key.graph_mode)}"
+        return self.key.title
 
     @property
     def measured_ns(self) -> float:

@@ -91,7 +91,7 @@ def test_groups_of_one_side_only_are_listed(tmp_path):
     both = breakdown([("decode", "64", "full", 0, 1, {"norm": 10}, 0), ("prefill", "1", "none", 0, 1, {"norm": 10}, 0)])
     result = run(a, saved(tmp_path / "b.json", both))
     assert result.exit_code == 0
-    assert "Only in B: prefill batch 1 eager" in result.stdout
+    assert "Only in B: prefill batch 1, eager" in result.stdout
 
 
 @pytest.mark.parametrize(

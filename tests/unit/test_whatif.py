@@ -228,7 +228,7 @@ def test_a_path_that_was_never_measured_at_that_size_is_refused_with_a_remedy(tm
     two_paths(tmp_path / "instance", other_bytes=1_000_000)
     result = run(tmp_path / "instance", "--all-reduce", "path=pynccl")
     assert result.exit_code == 3
-    assert "refused: decode batch 1 (none): path pynccl was not measured at messages up to 16384 bytes" in result.stderr
+    assert "refused: decode batch 1, eager: path pynccl was not measured at messages up to 16384 bytes" in result.stderr
     assert "measured paths: custom, pynccl" in result.stderr
     assert "run a server that takes it at this size, or give a factor" in result.stderr
     result = run(tmp_path / "instance", "--all-reduce", "path=quick_reduce")

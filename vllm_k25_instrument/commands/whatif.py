@@ -190,9 +190,7 @@ def _only(errors: Console, side: Side, batches: list[str]) -> Side:
 
 def _write(errors: Console, made: WhatIf, json_file: Path | None) -> None:
     for key, reason in made.refused:
-        errors.print(
-            f"refused: {key.phase} batch {key.batch} ({key.graph_mode}): {reason}", style="yellow", markup=False
-        )
+        errors.print(f"refused: {key.words}: {reason}", style="yellow", markup=False)
     if not made.predictions:
         fail(errors, COMMAND, Exit.NOTHING_PREDICTED, f"{made.name}: nothing could be predicted, see the reasons above")
     show_or_write_json(errors, COMMAND, Exit.USAGE, _renderable(made), made.to_json_dict(), json_file)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from vllm_k25_instrument.model import GRAPH_MODES, LOST_REASONS, PHASES, LostReason
 from vllm_k25_instrument.report.breakdown import Breakdown
-from vllm_k25_instrument.report.figures import graph_text
+from vllm_k25_instrument.report.digest import graph_text
 from vllm_k25_instrument.report.ringset import LOST_REMEDY
 from vllm_k25_instrument.ring import RingError, RingReader
 

@@ -18,7 +18,7 @@ from vllm_k25_instrument.model import Category, Phase
 from vllm_k25_instrument.palette import category_color
 from vllm_k25_instrument.report.breakdown import Breakdown, category_order
 from vllm_k25_instrument.report.digest import GroupKey
-from vllm_k25_instrument.report.figures import ABSENT, graph_text, microseconds
+from vllm_k25_instrument.report.figures import ABSENT, microseconds
 
 SCHEMA: Final = "vllm_k25.limits/1"
 
@@ -67,7 +67,7 @@ class GroupLimits:
     @property
     def title(self) -> str:
         """``decode · batch 64 · full graph``."""
-        return f"{self.key.phase} · batch {self.key.batch} · {graph_text(self.key.graph_mode)}"
+        return self.key.title
 
     @property
     def subtitle(self) -> str:

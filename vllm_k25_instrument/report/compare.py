@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from vllm_k25_instrument.model import HOOKED_CATEGORIES
 from vllm_k25_instrument.report.breakdown import SCHEMA, Source, category_order, group_order
-from vllm_k25_instrument.report.digest import GroupKey
-from vllm_k25_instrument.report.figures import graph_text
+from vllm_k25_instrument.report.digest import GroupKey, graph_text
 
 REST: Final = "idle or unattributed"
 """What is left of a step: idle time in a trace, unattributed time of a live source."""
@@ -160,10 +159,8 @@ class GroupChange:
     @property
     def title(self) -> str:
         """``decode · batch 64 · full graph``."""
-        graphs = graph_text(self.key.graph_mode)
-        if self.key_b.graph_mode != self.key.graph_mode:
-            graphs += f" / {graph_text(self.key_b.graph_mode)}"
-        return f"{self.key.phase} · batch {self.key.batch} · {graphs}"
+        same = self.key_b.graph_mode == self.key.graph_mode
+        return self.key.title if same else f"{self.key.title} / {graph_text(self.key_b.graph_mode)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from vllm_k25_instrument.palette import category_color
 from vllm_k25_instrument.report.compare import REST, Change, Comparison
-from vllm_k25_instrument.report.digest import GroupKey
-from vllm_k25_instrument.report.figures import ABSENT, graph_text, microseconds
+from vllm_k25_instrument.report.figures import ABSENT, microseconds
 
 
 class ComparisonTable:
@@ -44,11 +43,7 @@ def _left_over(compared: Comparison) -> Iterator[RenderableType]:
     for letter, keys in (("A", compared.only_a), ("B", compared.only_b)):
         if keys:
             yield Text()
-            yield Text(f"Only in {letter}: {'; '.join(_title(key) for key in keys)}", style="dim")
-
-
-def _title(key: GroupKey) -> str:
-    return f"{key.phase} batch {key.batch} {graph_text(key.graph_mode)}"
+            yield Text(f"Only in {letter}: {'; '.join(key.words for key in keys)}", style="dim")
 
 
 def _table(rows: Iterable[Change], whole: Change | None) -> Table:

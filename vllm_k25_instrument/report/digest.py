@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from vllm_k25_instrument.model import Category, GraphMode, Phase, StepSample, batch_label, exposed_ns
 from vllm_k25_instrument.positions import Position
+
+UNKNOWN: Final = "unknown"
+"""Phase, batch or graph mode of a step whose marker does not say."""
+
+
+def graph_text(graph_mode: str) -> str:
+    """A graph mode in words: ``eager``, ``piecewise graph``, ``full graph``."""
+    return "eager" if graph_mode == "none" else f"{graph_mode} graph"
 
 
 class GroupKey(NamedTuple):
@@ -16,6 +24,16 @@ class GroupKey(NamedTuple):
     phase: Phase | str
     batch: str
     graph_mode: GraphMode | str
+
+    @property
+    def title(self) -> str:
+        """As a heading: ``decode · batch 64 · full graph``."""
+        return f"{self.phase} · batch {self.batch} · {graph_text(self.graph_mode)}"
+
+    @property
+    def words(self) -> str:
+        """In a sentence: ``decode batch 64, full graph``."""
+        return f"{self.phase} batch {self.batch}, {graph_text(self.graph_mode)}"
 
 
 @dataclass(frozen=True, slots=True)

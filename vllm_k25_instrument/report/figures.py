@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from vllm_k25_instrument.model import BATCH_BUCKETS, INF_BUCKET
-from vllm_k25_instrument.report.gpu import UNKNOWN
+from vllm_k25_instrument.report.digest import UNKNOWN
 
 ABSENT: Final = "-"
 """Where there is nothing to show: never a zero."""
@@ -46,8 +46,3 @@ def batch_text(label: str) -> str:
     place = BATCH_BUCKETS.index(upper) if upper in BATCH_BUCKETS else -1
     lower = BATCH_BUCKETS[place - 1] + 1 if place > 0 else 1
     return f"{upper} request{'s' if upper > 1 else ''}" if place <= 0 else f"{lower}-{upper} requests"
-
-
-def graph_text(graph_mode: str) -> str:
-    """A graph mode in words: ``eager``, ``piecewise graph``, ``full graph``."""
-    return "eager" if graph_mode == "none" else f"{graph_mode} graph"

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from vllm_k25_instrument.model import Category, GraphMode, Phase, batch_label
-from vllm_k25_instrument.report.digest import CategoryTime, GroupKey, StepDigest
-
-UNKNOWN: Final = "unknown"
-"""Phase, batch or graph mode of a step whose marker does not say."""
+from vllm_k25_instrument.report.digest import UNKNOWN, CategoryTime, GroupKey, StepDigest
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from vllm_k25_instrument.positions import INFERRED, POSITIONS, UNNAMED
 from vllm_k25_instrument.report.breakdown import Breakdown, Group, StepTimes, category_order
 from vllm_k25_instrument.report.caveats import format_ranks
 from vllm_k25_instrument.report.digest import GroupKey
-from vllm_k25_instrument.report.figures import batch_text, graph_text
+from vllm_k25_instrument.report.figures import batch_text
 from vllm_k25_instrument.report.slowest import SlowestRank
 
 INFERRED_MARK = "≈"
@@ -141,7 +141,7 @@ class GroupView:
     @property
     def title(self) -> str:
         """``decode · batch 64 · full graph``."""
-        return f"{self.key.phase} · batch {self.key.batch} · {graph_text(self.key.graph_mode)}"
+        return self.key.title
 
     @property
     def subtitle(self) -> str:

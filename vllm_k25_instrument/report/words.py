@@ -7,7 +7,7 @@ from statistics import median
 from typing import Final
 
 from vllm_k25_instrument.report.breakdown import Group
-from vllm_k25_instrument.report.figures import calls, graph_text
+from vllm_k25_instrument.report.figures import calls
 from vllm_k25_instrument.report.gpu import CategoryTotal, GpuTotals, RankFindings, StepRecord
 
 WORTH_SAYING: Final = 0.01
@@ -56,8 +56,7 @@ def _of_groups(rank: RankFindings, groups: Sequence[Group]) -> Iterator[str]:
     for group in groups:
         if group.rank == rank.rank:
             steps = [step for step in rank.steps if step.averaged and step.group == group.key]
-            title = f"{group.key.phase} batch {group.key.batch}, {graph_text(group.key.graph_mode)}"
-            yield f"{title} (rank {rank.rank}): {'; '.join(_of_group(group, steps))}."
+            yield f"{group.key.words} (rank {rank.rank}): {'; '.join(_of_group(group, steps))}."
 
 
 def _of_group(group: Group, steps: Sequence[StepRecord]) -> Iterator[str]:
