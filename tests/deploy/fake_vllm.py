@@ -27,13 +27,13 @@ def main() -> None:
         log("vllm was started with SIGINT ignored")
     if os.environ.get("FAKE_VLLM_FAILS"):
         sys.exit("no such model")
-    asked = 0
+    asked, not_ready = 0, int(os.environ.get("FAKE_VLLM_NOT_READY", "0"))
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             nonlocal asked
             asked += 1
-            ready = self.path == "/health" and asked > 2
+            ready = self.path == "/health" and asked > not_ready
             log(f"health {200 if ready else 503}")
             self.send_response(200 if ready else 503)
             self.end_headers()
@@ -53,7 +53,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, end)
     signal.signal(signal.SIGTERM, end)
     server.serve_forever(poll_interval=0.05)
-    time.sleep(0.5)
+    time.sleep(0.1)
     log("vllm ended")
 
 

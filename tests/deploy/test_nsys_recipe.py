@@ -202,6 +202,7 @@ def test_the_server_takes_sigint_where_the_recipe_itself_is_in_the_background_of
 
 
 def test_it_waits_until_the_server_answers(recipe):
+    recipe.variables["FAKE_VLLM_NOT_READY"] = "2"
     recipe.run("--load", f"echo load >>{recipe.log}")
     lines = recipe.log.read_text().splitlines()
     assert order(lines, "health 503")[0] < order(lines, "health 200")[0] < order(lines, "load")[0]
