@@ -9,15 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_k25_instrument.analysis.capture import (
-    Activities,
-    ActivityKind,
-    Annotations,
-    Capture,
-    Launches,
-    Note,
-    Source,
-)
+from vllm_k25_instrument.analysis.capture import Activities, ActivityKind, Annotations, Capture, Launches, Source
+from vllm_k25_instrument.report.caveats import Caveat
 
 
 @dataclass
@@ -28,7 +21,7 @@ class CaptureBuilder:
     world_size: int = 1
     clock_base_ns: int | None = 0
     complete: bool = True
-    notes: tuple[Note, ...] = ()
+    notes: tuple[Caveat, ...] = ()
     source: Source = Source.TORCH_TRACE
     path: Path = Path("trace.json")
     device: int = 0

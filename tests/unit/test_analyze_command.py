@@ -14,11 +14,10 @@ from tests.traces import Call, Dress, HostRange, Rank, Work, decode_rank, docume
 from tests.unit.test_report_rings import open_rank
 from vllm_k25_instrument.analysis import workers
 from vllm_k25_instrument.analysis.analyze import Options, analyze
-from vllm_k25_instrument.analysis.capture import NoteCode, Source
+from vllm_k25_instrument.analysis.capture import Source
 from vllm_k25_instrument.analysis.inputs import Input
 from vllm_k25_instrument.analysis.workers import Job, run_here, run_job, run_on_cores
 from vllm_k25_instrument.cli import app
-from vllm_k25_instrument.report.caveats import CaveatCode
 
 
 def run(*arguments):
@@ -378,10 +377,6 @@ def test_a_cluster_that_cannot_be_reached_is_one_line(two, monkeypatch):
     result = run(two, "--ray", address)
     assert result.exit_code == 2
     assert f"--ray {address}: no Ray cluster can be reached there: Connection refused" in result.stderr
-
-
-def test_every_code_of_a_reader_is_a_code_of_the_document():
-    assert {code.value for code in NoteCode} <= {code.value for code in CaveatCode}
 
 
 def test_the_pipeline_can_be_called_from_python(two):

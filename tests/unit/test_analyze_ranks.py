@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from vllm_k25_instrument.analysis.analyze import Options, analyze
-from vllm_k25_instrument.analysis.capture import NO_RANK, CaptureError, Note, NoteCode, Source
+from vllm_k25_instrument.analysis.capture import NO_RANK, CaptureError, Source
 from vllm_k25_instrument.analysis.findings import Reduced
 from vllm_k25_instrument.analysis.inputs import Input
 from vllm_k25_instrument.analysis.workers import Done, Failure
+from vllm_k25_instrument.report.caveats import Caveat, CaveatCode
 from vllm_k25_instrument.report.gpu import GpuTotals, RankFindings
 
 
@@ -89,10 +90,10 @@ def test_a_file_that_fails_is_said_and_if_all_fail_that_is_the_error():
 
 
 def test_equal_notes_are_said_once_and_many_like_ones_share_a_line():
-    note = Note(NoteCode.GRAPH_NODES_UNMAPPED, "export: 5 nodes", 5)
+    note = Caveat(CaveatCode.GRAPH_NODES_UNMAPPED, "export: 5 nodes", 5)
     breakdown = analyzed(([findings(0), findings(1)], (note,), True))
     assert [(str(c.code), c.count) for c in breakdown.caveats] == [("graph_nodes_unmapped", 5)]
-    many = [([findings(n)], (Note(NoteCode.ROWS_SKIPPED, f"rank{n}: 2 rows left out", 2),), True) for n in range(8)]
+    many = [([findings(n)], (Caveat(CaveatCode.ROWS_SKIPPED, f"rank{n}: 2 rows left out", 2),), True) for n in range(8)]
     (caveat,) = analyzed(*many).caveats
     assert (caveat.message, caveat.count) == ("rank0: 2 rows left out (and the like of 7 more files)", 16)
 

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.captures import CaptureBuilder
-from vllm_k25_instrument.analysis.capture import ActivityKind, NoteCode
+from vllm_k25_instrument.analysis.capture import ActivityKind
 from vllm_k25_instrument.analysis.classify import Classifier
 from vllm_k25_instrument.analysis.findings import StepRange, reduce_capture
 from vllm_k25_instrument.model import Category, GraphMode, Phase
+from vllm_k25_instrument.report.caveats import CaveatCode
 from vllm_k25_instrument.report.gpu import GpuTotals
 
 DECODE = "execute_context_0(0)_generation_4(4)"
@@ -214,7 +215,7 @@ def test_cut_off_steps_are_counted_and_not_averaged(classifier):
         made.launch(100 * n, [("k", 100 * n, 10)])
     reduced = reduce_capture(made.build(), classifier)
     assert [step.averaged for step in reduced.findings.steps] == [True, True, False]
-    assert [note.code for note in reduced.notes] == [NoteCode.STEPS_CUT_OFF]
+    assert [note.code for note in reduced.notes] == [CaveatCode.STEPS_CUT_OFF]
 
 
 def test_an_empty_capture_has_no_figures_rather_than_zeros(classifier):

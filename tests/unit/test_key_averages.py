@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.traces import sample
-from vllm_k25_instrument.analysis.capture import NO_RANK, ActivityKind, CaptureError, KernelTable, NoteCode
+from vllm_k25_instrument.analysis.capture import NO_RANK, ActivityKind, CaptureError, KernelTable
 from vllm_k25_instrument.analysis.key_averages import names_work, read_key_averages, read_key_averages_of_workers
+from vllm_k25_instrument.report.caveats import CaveatCode
 
 CASE = Path(__file__).parents[1] / "data" / "cases" / "13-key-averages-double-count"
 
 
-def codes(table: KernelTable) -> set[NoteCode]:
+def codes(table: KernelTable) -> set[CaveatCode]:
     return {note.code for note in table.notes}
 
 
@@ -31,14 +32,14 @@ def test_kernels_and_copies_alone_add_up_to_the_footer(name: str) -> None:
     assert sorted(table.sum_ns.tolist()) == [500_000, 1_000_000, 1_000_000, 1_500_000, 2_000_000, 4_000_000]
     assert table.complete
     assert table.rank == 0
-    assert NoteCode.FOOTER_MISMATCH not in codes(table)
+    assert CaveatCode.FOOTER_MISMATCH not in codes(table)
 
 
 def test_rows_of_one_cut_name_with_other_averages_are_two_kernels() -> None:
     table = read_key_averages(CASE / "profiler_out_0.txt")
     marlin = [n for n, name in enumerate(table.names) if name.startswith("void marlin_moe_wna16")]
     assert [(int(table.sum_ns[n]), int(table.count[n])) for n in marlin] == [(2_000_000, 100), (1_000_000, 50)]
-    assert NoteCode.NAMES_CUT in codes(table)
+    assert CaveatCode.NAMES_CUT in codes(table)
 
 
 def test_of_two_equal_rows_one_is_the_operator() -> None:
@@ -56,7 +57,7 @@ def test_the_real_table_equals_the_trace_of_its_run() -> None:
     by_kind = {kind: int(table.count[table.kind == kind].sum()) for kind in ActivityKind}
     assert by_kind[ActivityKind.MEMCPY] == 210
     assert by_kind[ActivityKind.MEMSET] == 167
-    assert codes(table) == {NoteCode.NAMES_CUT}
+    assert codes(table) == {CaveatCode.NAMES_CUT}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_two_profiles_of_one_worker_add_up(tmp_path: Path) -> None:
     path.write_text(text() + "\n" + text())
     table = read_key_averages(path)
     assert (table.rank, int(table.sum_ns.sum()), table.footer_ns) == (3, 20_000_000, 20_000_000)
-    assert NoteCode.FOOTER_MISMATCH not in codes(table)
+    assert CaveatCode.FOOTER_MISMATCH not in codes(table)
 
 
 def test_rays_colours_and_gzip_do_no_harm(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_sum_that_misses_the_footer_is_said(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("\n".join(line for line in text().splitlines() if "rotary_kernel" not in line))
     table = read_key_averages(path)
-    (note,) = [note for note in table.notes if note.code is NoteCode.FOOTER_MISMATCH]
+    (note,) = [note for note in table.notes if note.code is CaveatCode.FOOTER_MISMATCH]
     assert "add up to 9.000 ms, the footer says 10.000 ms" in note.message
     assert note.count == 1_000_000
 
@@ -163,7 +164,7 @@ def test_a_table_that_is_cut_off_is_incomplete(tmp_path: Path) -> None:
     path.write_text("\n".join(lines[:9]))
     table = read_key_averages(path)
     assert not table.complete
-    assert NoteCode.TRUNCATED in codes(table)
+    assert CaveatCode.TRUNCATED in codes(table)
     assert int(table.sum_ns.sum()) == 6_000_000
 
 
@@ -171,7 +172,7 @@ def test_bytes_that_are_no_text_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_bytes(text().encode().replace(b"rotary_kernel", b"rotary\xffkernel"))
     table = read_key_averages(path)
-    assert NoteCode.INVALID_ENCODING in codes(table)
+    assert CaveatCode.INVALID_ENCODING in codes(table)
 
 
 def test_a_table_of_cpu_times_has_no_gpu_events(tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def test_a_table_of_cpu_times_has_no_gpu_events(tmp_path: Path) -> None:
     path.write_text(f"{cells}\n{head}\n{cells}\n{row}\n{cells}\nSelf CPU time total: 210.809ms\n")
     table = read_key_averages(path)
     assert len(table.names) == 0
-    assert NoteCode.NO_GPU_EVENTS in codes(table)
+    assert CaveatCode.NO_GPU_EVENTS in codes(table)
 
 
 @pytest.mark.parametrize("data", [b"", b"nothing here", b"Self CPU %\n", b"\x00" * 100])

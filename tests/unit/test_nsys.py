@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.nsys_exports import DOMAIN_CREATE, KERNEL, SCHEMAS, Clock, Export, Process, process_id
-from vllm_k25_instrument.analysis.capture import NO_ANNOTATION, NO_RANK, Capture, CaptureError, NoteCode
+from vllm_k25_instrument.analysis.capture import NO_ANNOTATION, NO_RANK, Capture, CaptureError
 from vllm_k25_instrument.analysis.nsys import read_nsys
+from vllm_k25_instrument.report.caveats import CaveatCode
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def ranges_of_work(capture: Capture) -> list[str | None]:
     return [None if at == NO_ANNOTATION else capture.names[names[at]] for at in capture.activities.annotation]
 
 
-def notes(capture: Capture) -> dict[NoteCode, int]:
+def notes(capture: Capture) -> dict[CaveatCode, int]:
     return {note.code: note.count for note in capture.notes}
 
 
@@ -100,7 +101,7 @@ def test_process_titles_tell_the_ranks(
     assert [capture.rank for capture in captures] == ranks
     assert {capture.world_size for capture in captures} == {world_size}
     unknown = len(ranks) > 1 and ranks.count(NO_RANK)
-    assert notes(captures[0]).get(NoteCode.RANK_UNKNOWN, 0) == unknown
+    assert notes(captures[0]).get(CaveatCode.RANK_UNKNOWN, 0) == unknown
 
 
 def test_captures_come_in_the_order_of_ranks(export: Export, clock: Clock, file: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_stray_copy_on_another_gpu_is_no_second_rank(export: Export, clock: Cl
     process.thread().launch("Memcpy HtoD", kind=1)
     captures = read_nsys(export.write(file))
     assert [(capture.rank, capture.device) for capture in captures] == [(1, 1), (NO_RANK, 0)]
-    assert NoteCode.NO_GPU_EVENTS not in notes(captures[1])
+    assert CaveatCode.NO_GPU_EVENTS not in notes(captures[1])
 
 
 def test_the_device_is_the_gpu_and_not_what_cuda_visible_devices_made_of_it(
@@ -185,7 +186,7 @@ def test_a_replayed_kernel_made_outside_any_range_belongs_to_the_range_of_its_la
     thread.pop()
     capture = only(read_nsys(export.write(file)))
     assert ranges_of_work(capture) == ["decode step 1 bs=1 graph=full"]
-    assert NoteCode.GRAPH_NODES_UNMAPPED not in notes(capture)
+    assert CaveatCode.GRAPH_NODES_UNMAPPED not in notes(capture)
 
 
 def test_a_node_instantiated_a_hundred_times_is_still_one_kernel_per_replay(
@@ -239,7 +240,7 @@ def test_a_node_that_two_foreign_threads_claim_is_nobodys(export: Export, clock:
     third.replay(main.instantiate(graph))
     capture = only(read_nsys(export.write(file)))
     assert ranges_of_work(capture) == [None]
-    assert notes(capture)[NoteCode.GRAPH_NODES_UNMAPPED] == 1
+    assert notes(capture)[CaveatCode.GRAPH_NODES_UNMAPPED] == 1
 
 
 def test_equal_node_ids_of_two_processes_are_two_nodes(export: Export, clock: Clock, file: Path) -> None:
@@ -259,7 +260,7 @@ def test_a_lineage_that_runs_in_a_circle_ends(export: Export, clock: Clock, file
     thread.pop()
     capture = only(read_nsys(export.write(file)))
     assert ranges_of_work(capture) == [None]
-    assert notes(capture)[NoteCode.GRAPH_NODES_UNMAPPED] == 1
+    assert notes(capture)[CaveatCode.GRAPH_NODES_UNMAPPED] == 1
 
 
 def test_a_creation_at_an_impossible_time_is_skipped_and_counted(export: Export, clock: Clock, file: Path) -> None:
@@ -268,7 +269,7 @@ def test_a_creation_at_an_impossible_time_is_skipped_and_counted(export: Export,
     export.nodes[0]["start"] = 2**63 - 1
     capture = only(read_nsys(export.write(file)))
     assert ranges_of_work(capture) == [None, "moe_experts"]
-    assert notes(capture) == {NoteCode.ROWS_SKIPPED: 1, NoteCode.GRAPH_NODES_UNMAPPED: 1}
+    assert notes(capture) == {CaveatCode.ROWS_SKIPPED: 1, CaveatCode.GRAPH_NODES_UNMAPPED: 1}
 
 
 def test_ranges_on_another_thread_name_nothing(export: Export, clock: Clock, file: Path) -> None:
@@ -299,7 +300,7 @@ def test_an_opaque_graph_gives_way_to_its_own_kernels(export: Export, clock: Clo
     export.work[3][0]["correlationId"] = export.work[KERNEL][0]["correlationId"]
     capture = only(read_nsys(export.write(file)))
     assert len(capture.activities) == 1
-    assert notes(capture) == {NoteCode.ROWS_SKIPPED: 1}
+    assert notes(capture) == {CaveatCode.ROWS_SKIPPED: 1}
 
 
 @pytest.mark.parametrize("prefix", ["", "PROCESS_0:"])
@@ -311,7 +312,7 @@ def test_graph_mode_and_graph_launches_without_any_row_are_recognised(
     thread._call("cudaGraphLaunch_v10000")
     export.mode = "Graph"
     schema = SCHEMAS["2022.1"] if prefix else SCHEMAS["2026.2"]
-    assert notes(only(read_nsys(export.write(file, schema))))[NoteCode.GRAPH_LEVEL_TRACE] == 1
+    assert notes(only(read_nsys(export.write(file, schema))))[CaveatCode.GRAPH_LEVEL_TRACE] == 1
 
 
 # --- what is missing -------------------------------------------------------------------------------------
@@ -326,14 +327,14 @@ def test_launches_without_a_kernel_table_are_said_and_not_shown_as_zeros(
     thread.other_call()
     capture = only(read_nsys(export.write(file)))
     assert len(capture.activities) == 0
-    (note,) = [note for note in capture.notes if note.code is NoteCode.LAUNCHES_WITHOUT_KERNELS]
+    (note,) = [note for note in capture.notes if note.code is CaveatCode.LAUNCHES_WITHOUT_KERNELS]
     assert note.count == 4
     assert "4 launches but 0 kernels: GPU tracing was not active" in note.message
 
 
 def test_an_export_with_neither_launches_nor_kernels_says_so(export: Export, file: Path) -> None:
     capture = only(read_nsys(export.write(file)))
-    (note,) = [note for note in capture.notes if note.code is NoteCode.NO_GPU_EVENTS]
+    (note,) = [note for note in capture.notes if note.code is CaveatCode.NO_GPU_EVENTS]
     assert f"no GPU kernel events in {file}" in note.message
 
 
@@ -342,7 +343,7 @@ def test_without_the_table_of_calls_there_are_kernels_and_a_note(export: Export,
     export.calls.clear()
     capture = only(read_nsys(export.write(file)))
     assert capture.activities.launch.tolist() == [-1]
-    assert notes(capture)[NoteCode.MISSING_TABLE] == 1
+    assert notes(capture)[CaveatCode.MISSING_TABLE] == 1
 
 
 def test_a_single_process_need_not_be_named(export: Export, clock: Clock, file: Path) -> None:
@@ -376,7 +377,7 @@ def test_a_row_whose_start_is_no_integer_is_skipped_and_counted(
         connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = ? WHERE rowid = 2", (value,))
     capture = only(read_nsys(file))
     assert capture.activities.start_ns.tolist() == [export.truth[0].start_ns, export.truth[2].start_ns]
-    assert notes(capture)[NoteCode.ROWS_SKIPPED] == 1
+    assert notes(capture)[CaveatCode.ROWS_SKIPPED] == 1
 
 
 @pytest.mark.parametrize("value", ["seven", 1.5, b"\x07", 2**62, -(2**63)])
@@ -405,7 +406,7 @@ def test_impossible_times_are_left_out_and_counted(
     capture = only(read_nsys(export.write(file)))
     assert len(capture.activities) == 1
     found = notes(capture)
-    assert found.get(NoteCode.BAD_TIMESTAMPS, 0) + found.get(NoteCode.ROWS_SKIPPED, 0) == 1
+    assert found.get(CaveatCode.BAD_TIMESTAMPS, 0) + found.get(CaveatCode.ROWS_SKIPPED, 0) == 1
 
 
 def test_a_name_that_is_not_utf8_is_kept_with_a_note(export: Export, clock: Clock, file: Path) -> None:
@@ -415,7 +416,7 @@ def test_a_name_that_is_not_utf8_is_kept_with_a_note(export: Export, clock: Cloc
         connection.execute("UPDATE StringIds SET value = CAST(x'6bff72' AS TEXT) WHERE value = 'kernel'")
     capture = only(read_nsys(file))
     assert capture.names[capture.activities.name[0]] == "k\N{REPLACEMENT CHARACTER}r"
-    assert notes(capture)[NoteCode.INVALID_ENCODING] == 1
+    assert notes(capture)[CaveatCode.INVALID_ENCODING] == 1
 
 
 # --- files -----------------------------------------------------------------------------------------------
@@ -498,7 +499,7 @@ def test_a_truncated_export_gives_its_whole_rows_and_says_that_it_is_not_complet
         opened.truncate(size * 3 // 5)
     capture = only(read_nsys(file))
     assert not capture.complete
-    assert NoteCode.TRUNCATED in notes(capture)
+    assert CaveatCode.TRUNCATED in notes(capture)
     found = capture.activities.start_ns.tolist()
     assert 1_000 < len(found) < 20_000
     assert found == [truth.start_ns for truth in export.truth[: len(found)]]

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_k25_instrument.analysis.capture import NO_ANNOTATION, ActivityKind, Capture, CaptureError, NoteCode, Source
+from vllm_k25_instrument.analysis.capture import NO_ANNOTATION, ActivityKind, Capture, CaptureError, Source
 from vllm_k25_instrument.analysis.nsys import read_nsys
+from vllm_k25_instrument.report.caveats import CaveatCode
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 
@@ -28,7 +29,7 @@ def case(name: str) -> Capture:
     return capture
 
 
-def counts(capture: Capture) -> dict[NoteCode, int]:
+def counts(capture: Capture) -> dict[CaveatCode, int]:
     return {note.code: note.count for note in capture.notes}
 
 
@@ -85,7 +86,7 @@ def test_each_of_its_65_graph_launches_owns_many_kernels_and_18_ranges_mark_the_
 
 def test_its_nodes_were_made_before_the_capture_which_is_said() -> None:
     (capture,) = read_nsys(sample("vllm-graph-decode-node-level.sqlite"))
-    assert counts(capture) == {NoteCode.GRAPH_NODES_UNMAPPED: 6_833}
+    assert counts(capture) == {CaveatCode.GRAPH_NODES_UNMAPPED: 6_833}
 
 
 def test_a_graph_level_export_has_607_kernels_65_opaque_graphs_and_names_the_remedy() -> None:
@@ -93,7 +94,7 @@ def test_a_graph_level_export_has_607_kernels_65_opaque_graphs_and_names_the_rem
     assert total_ns(capture, ActivityKind.KERNEL)[0] == 607
     assert total_ns(capture, ActivityKind.GRAPH)[0] == 65
     (note,) = capture.notes
-    assert (note.code, note.count) == (NoteCode.GRAPH_LEVEL_TRACE, 65)
+    assert (note.code, note.count) == (CaveatCode.GRAPH_LEVEL_TRACE, 65)
     assert "--cuda-graph-trace=node" in note.message
     assert "vllm-graph-decode-graph-level.sqlite" in note.message
 
@@ -105,8 +106,8 @@ def test_05_zero_and_backward_times_are_left_out_counted_and_make_the_capture_un
     capture = case("05-zero-or-backward-timestamps/export.sqlite")
     assert total_ns(capture, ActivityKind.KERNEL) == (1, 1_000)
     assert kernel_names(capture) == ["good"]
-    assert counts(capture)[NoteCode.BAD_TIMESTAMPS] == 2
-    assert NoteCode.UNRELIABLE in counts(capture)
+    assert counts(capture)[CaveatCode.BAD_TIMESTAMPS] == 2
+    assert CaveatCode.UNRELIABLE in counts(capture)
 
 
 def test_20_a_graph_level_trace_gives_8_us_of_one_opaque_graph() -> None:
@@ -114,14 +115,14 @@ def test_20_a_graph_level_trace_gives_8_us_of_one_opaque_graph() -> None:
     assert total_ns(capture, ActivityKind.GRAPH) == (1, 8_000)
     assert total_ns(capture, ActivityKind.KERNEL) == (0, 0)
     assert ranges_of_work(capture) == ["execute_context_0(0)_generation_1(1)"]
-    assert counts(capture) == {NoteCode.GRAPH_LEVEL_TRACE: 1}
+    assert counts(capture) == {CaveatCode.GRAPH_LEVEL_TRACE: 1}
 
 
 def test_22_without_nvtx_there_are_kernels_and_a_note() -> None:
     capture = case("22-nvtx-table-absent-or-suffixed/absent.sqlite")
     assert total_ns(capture, ActivityKind.KERNEL) == (3, 6_000)
     assert len(capture.annotations) == 0
-    assert set(counts(capture)) == {NoteCode.NO_NVTX}
+    assert set(counts(capture)) == {CaveatCode.NO_NVTX}
 
 
 def test_22_a_suffixed_nvtx_table_is_used() -> None:
@@ -142,7 +143,7 @@ def test_25_a_kernel_without_demangled_name_has_its_short_one_or_a_number() -> N
     capture = case("25-null-names-no-stringids/null_demangled.sqlite")
     assert kernel_names(capture) == ["Marlin", "<unnamed kernel 1>", "_fwd_grouped_kernel_stage1"]
     assert total_ns(capture, ActivityKind.KERNEL) == (3, 4_000)
-    assert counts(capture)[NoteCode.UNNAMED_KERNELS] == 1
+    assert counts(capture)[CaveatCode.UNNAMED_KERNELS] == 1
 
 
 def test_25_a_missing_string_table_is_an_error_that_names_it() -> None:
@@ -160,4 +161,4 @@ def test_32_a_range_left_open_is_closed_at_the_end_flagged_and_names_no_work() -
     assert ranges.start_ns.tolist() == [300, 400, 10_400]
     assert ranges.duration_ns.tolist() == [40_000 - 300, 8_600, 29_600]
     assert ranges.parent.tolist() == [NO_ANNOTATION] * 3
-    assert counts(capture) == {NoteCode.OPEN_RANGES: 1}
+    assert counts(capture) == {CaveatCode.OPEN_RANGES: 1}

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.nsys_exports import KERNEL, MEMCPY, SCHEMAS, Export, Schema, Truth, random_export
-from vllm_k25_instrument.analysis.capture import NO_ANNOTATION, Capture, NoteCode
+from vllm_k25_instrument.analysis.capture import NO_ANNOTATION, Capture
 from vllm_k25_instrument.analysis.nsys import read_nsys
+from vllm_k25_instrument.report.caveats import CaveatCode
 
 
 def read_back(capture: Capture) -> list[Truth]:
@@ -89,4 +90,4 @@ def test_each_graph_launch_is_one_launch_of_all_its_kernels(schema: str, tmp_pat
     assert int(capture.launches.is_graph.sum()) == len(graph_launches) > 3
     kernels = [truth for truth in export.truth if truth.kind == KERNEL and truth.launch_ns in graph_launches]
     assert len(kernels) == 6 * len(graph_launches)
-    assert not any(note.code is NoteCode.GRAPH_NODES_UNMAPPED for note in capture.notes)
+    assert not any(note.code is CaveatCode.GRAPH_NODES_UNMAPPED for note in capture.notes)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.nsys_exports import SCHEMAS, random_export
-from vllm_k25_instrument.analysis.capture import Capture, CaptureError, NoteCode
+from vllm_k25_instrument.analysis.capture import Capture, CaptureError
 from vllm_k25_instrument.analysis.inputs import recognise
 from vllm_k25_instrument.analysis.nsys.reader import read_nsys
+from vllm_k25_instrument.report.caveats import CaveatCode
 
 ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT n AS start, n AS end FROM r"
 LONG = 1_002_732
@@ -167,6 +168,6 @@ def test_rows_that_share_their_text_do_not_make_gigabytes_of_a_megabyte(export: 
     database.close()
     captures = end_of(export)
     assert not isinstance(captures, str)
-    damage = [note for capture in captures for note in capture.notes if note.code is NoteCode.TRUNCATED]
+    damage = [note for capture in captures for note in capture.notes if note.code is CaveatCode.TRUNCATED]
     assert damage
     assert "more text than the file" in damage[0].message

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from tests.captures import CaptureBuilder
-from vllm_k25_instrument.analysis.capture import NoteCode
 from vllm_k25_instrument.analysis.step_names import StepKind
 from vllm_k25_instrument.analysis.steps import find_steps, innermost
 from vllm_k25_instrument.model import Phase
+from vllm_k25_instrument.report.caveats import CaveatCode
 
 DECODE = "execute_context_0(0)_generation_4(4)"
 
@@ -90,7 +90,7 @@ def test_a_step_range_that_was_never_closed_holds_the_others_and_is_left_out():
     steps = find_steps(made.build())
     assert steps.of_activity.tolist() == [0, 1, 2]
     assert steps.cut_off.tolist() == [True, False, False]
-    assert codes(steps) == [NoteCode.STEPS_CUT_OFF]
+    assert codes(steps) == [CaveatCode.STEPS_CUT_OFF]
 
 
 def test_a_last_step_still_open_at_the_end_is_left_out_but_one_that_ends_last_is_not():
@@ -112,7 +112,7 @@ def test_edge_steps_whose_launches_have_no_kernels_are_cut_off_and_counted():
     steps = find_steps(made.build())
     assert steps.cut_off.tolist() == [True, False, False, False, True]
     (note,) = steps.notes
-    assert (note.code, note.count) == (NoteCode.STEPS_CUT_OFF, 2)
+    assert (note.code, note.count) == (CaveatCode.STEPS_CUT_OFF, 2)
     assert "2 of 5 steps are cut off" in note.message
 
 
@@ -156,7 +156,7 @@ def test_without_annotations_graph_launches_that_repeat_make_steps():
     assert steps.kind is StepKind.GRAPH_LAUNCHES
     assert np.bincount(steps.of_activity).tolist() == [4] * 5
     assert steps.cut_off.tolist() == [False] * 4 + [True]
-    assert codes(steps) == [NoteCode.STEPS_INFERRED, NoteCode.STEPS_CUT_OFF]
+    assert codes(steps) == [CaveatCode.STEPS_INFERRED, CaveatCode.STEPS_CUT_OFF]
     assert all(label.phase is None and label.requests is None for label in steps.labels)
 
 
@@ -177,7 +177,7 @@ def test_a_capture_that_begins_inside_a_pattern_begins_its_first_step_after_the_
 @pytest.mark.parametrize("kernels", [[["a"], ["b"], ["c"]], [["a"]] * 2])
 def test_graph_launches_that_do_not_repeat_often_enough_make_no_step(kernels):
     steps = find_steps(graph_capture(kernels, 1).build())
-    assert (len(steps), steps.kind, codes(steps)) == (0, None, [NoteCode.NO_STEPS])
+    assert (len(steps), steps.kind, codes(steps)) == (0, None, [CaveatCode.NO_STEPS])
 
 
 def test_eager_kernels_alone_make_no_step_and_never_one_step():
@@ -185,7 +185,7 @@ def test_eager_kernels_alone_make_no_step_and_never_one_step():
     for n in range(10):
         made.work("k", 100 * n, 10)
     steps = find_steps(made.build())
-    assert (len(steps), codes(steps)) == (0, [NoteCode.NO_STEPS])
+    assert (len(steps), codes(steps)) == (0, [CaveatCode.NO_STEPS])
     assert (steps.of_activity == -1).all()
     assert "no steps found" in steps.notes[0].message
 

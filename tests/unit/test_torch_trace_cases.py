@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.traces import sample
-from vllm_k25_instrument.analysis.capture import ActivityKind, Capture, NoteCode
+from vllm_k25_instrument.analysis.capture import ActivityKind, Capture
 from vllm_k25_instrument.analysis.torch_trace import read_torch_trace
+from vllm_k25_instrument.report.caveats import CaveatCode
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 
@@ -25,11 +26,11 @@ def kernels(capture: Capture) -> tuple[int, int]:
     return len(durations), int(durations.sum())
 
 
-def codes(capture: Capture) -> dict[NoteCode, int]:
+def codes(capture: Capture) -> dict[CaveatCode, int]:
     return {note.code: note.count for note in capture.notes}
 
 
-def message(capture: Capture, code: NoteCode) -> str:
+def message(capture: Capture, code: CaveatCode) -> str:
     (found,) = [note.message for note in capture.notes if note.code is code]
     assert "\n" not in found
     assert str(capture.path) in found
@@ -41,7 +42,7 @@ def test_invalid_utf8_costs_no_event_and_is_said_once_with_its_offset() -> None:
     assert kernels(capture) == (9, 114_000)
     assert capture.complete
     offset = (CASES / "01-invalid-utf8/trace.json").read_bytes().index(b"_fwd\xff\xfe") + 4
-    assert f"first at byte {offset}" in message(capture, NoteCode.INVALID_ENCODING)
+    assert f"first at byte {offset}" in message(capture, CaveatCode.INVALID_ENCODING)
     assert any("�" in name for name in capture.names)
 
 
@@ -52,14 +53,14 @@ def test_a_cut_file_gives_its_whole_events_marked_incomplete(file: str, expected
     capture = read(f"02-truncated/{file}")
     assert kernels(capture) == expected
     assert not capture.complete
-    assert f"{events} whole events recovered" in message(capture, NoteCode.TRUNCATED)
+    assert f"{events} whole events recovered" in message(capture, CaveatCode.TRUNCATED)
 
 
 def test_zero_and_backward_timestamps_are_left_out_and_counted() -> None:
     capture = read("05-zero-or-backward-timestamps/trace.json")
     assert kernels(capture) == (3, 38_000)
-    assert codes(capture) == {NoteCode.BAD_TIMESTAMPS: 2, NoteCode.UNRELIABLE: 2}
-    assert "2 of 5" in message(capture, NoteCode.BAD_TIMESTAMPS)
+    assert codes(capture) == {CaveatCode.BAD_TIMESTAMPS: 2, CaveatCode.UNRELIABLE: 2}
+    assert "2 of 5" in message(capture, CaveatCode.BAD_TIMESTAMPS)
 
 
 def test_fractions_of_a_microsecond_are_kept() -> None:
@@ -94,14 +95,14 @@ def test_annotations_are_there_for_the_steps_and_absent_where_the_file_has_none(
 def test_metadata_alone_is_said_to_hold_no_kernels() -> None:
     capture = read("11-metadata-only-no-cat-dur/trace.json")
     assert kernels(capture) == (0, 0)
-    assert f"no GPU kernel events in {capture.path}" in message(capture, NoteCode.NO_GPU_EVENTS)
+    assert f"no GPU kernel events in {capture.path}" in message(capture, CaveatCode.NO_GPU_EVENTS)
 
 
 def test_rows_that_lack_cat_dur_or_args_are_left_out_one_by_one() -> None:
     capture = read("11-metadata-only-no-cat-dur/mixed.json")
     assert kernels(capture) == (3, 38_000)
-    assert codes(capture) == {NoteCode.ROWS_SKIPPED: 4}
-    found = message(capture, NoteCode.ROWS_SKIPPED)
+    assert codes(capture) == {CaveatCode.ROWS_SKIPPED: 4}
+    found = message(capture, CaveatCode.ROWS_SKIPPED)
     assert "2 without a category, 1 without ts or dur, 1 without args" in found
 
 
@@ -128,8 +129,8 @@ def test_the_world_size_is_read_so_that_missing_ranks_show() -> None:
 
 def test_launches_without_kernels_are_counted_and_explained() -> None:
     capture = read("19-no-kernels-cupti-busy/trace.json")
-    assert codes(capture) == {NoteCode.LAUNCHES_WITHOUT_KERNELS: 3}
-    found = message(capture, NoteCode.LAUNCHES_WITHOUT_KERNELS)
+    assert codes(capture) == {CaveatCode.LAUNCHES_WITHOUT_KERNELS: 3}
+    found = message(capture, CaveatCode.LAUNCHES_WITHOUT_KERNELS)
     assert "3 launches but 0 kernels: GPU tracing was not active (another CUPTI client such as nsys?)" in found
 
 

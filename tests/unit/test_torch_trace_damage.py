@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.traces import Dress, Rank, container, decode_rank, document, encode, k25_rank, rows
-from vllm_k25_instrument.analysis.capture import Capture, CaptureError, NoteCode
+from vllm_k25_instrument.analysis.capture import Capture, CaptureError
 from vllm_k25_instrument.analysis.kineto import document as document_module
 from vllm_k25_instrument.analysis.torch_trace import read_torch_trace
+from vllm_k25_instrument.report.caveats import CaveatCode
 
 STEP_NS = 38_000
 
@@ -34,7 +35,7 @@ def total(capture: Capture) -> int:
     return int(capture.activities.duration_ns.sum())
 
 
-def count(capture: Capture, code: NoteCode) -> int:
+def count(capture: Capture, code: CaveatCode) -> int:
     return sum(note.count for note in capture.notes if note.code is code)
 
 
@@ -60,21 +61,21 @@ def test_a_duration_that_cannot_be_is_left_out_and_counted(trace: Path, bad: byt
         trace, whole().replace(b'"dur": 20.000, "args": {"device"', b'"dur": ' + bad + b', "args": {"device"', 1)
     )
     assert total(capture) == 3 * STEP_NS - 20_000
-    assert count(capture, NoteCode.BAD_TIMESTAMPS) == 1
-    assert count(capture, NoteCode.UNRELIABLE) == 1
+    assert count(capture, CaveatCode.BAD_TIMESTAMPS) == 1
+    assert count(capture, CaveatCode.UNRELIABLE) == 1
 
 
 @pytest.mark.parametrize("bad", [b"NaN", b"-1e300", b"18446744073709551.615", b"-1800000000000000.0", b"1e16"])
 def test_a_start_that_cannot_be_is_left_out_and_counted(trace: Path, bad: bytes) -> None:
     capture = read(trace, whole().replace(b'"ts": 1041.000, "dur": 20', b'"ts": ' + bad + b', "dur": 20'))
     assert total(capture) == 3 * STEP_NS - 20_000
-    assert count(capture, NoteCode.BAD_TIMESTAMPS) == 1
+    assert count(capture, CaveatCode.BAD_TIMESTAMPS) == 1
 
 
 def test_one_bad_row_in_two_hundred_does_not_make_a_capture_unreliable(trace: Path) -> None:
     capture = read(trace, whole(70).replace(b'"ts": 1041.000, "dur": 20.000', b'"ts": 0, "dur": 0'))
-    assert count(capture, NoteCode.BAD_TIMESTAMPS) == 1
-    assert count(capture, NoteCode.UNRELIABLE) == 0
+    assert count(capture, CaveatCode.BAD_TIMESTAMPS) == 1
+    assert count(capture, CaveatCode.UNRELIABLE) == 0
 
 
 def test_a_kernel_shorter_than_the_clock_ticks_is_kept(trace: Path) -> None:
@@ -97,14 +98,14 @@ def test_broken_escapes_cost_no_event(trace: Path, escape: bytes) -> None:
 def test_a_quote_that_is_not_escaped_costs_one_event(trace: Path) -> None:
     capture = read(trace, whole().replace(b"_fwd_grouped_kernel_stage1", b'_fwd_"grouped"_kernel', 1))
     assert total(capture) == 3 * STEP_NS - 8_000
-    assert count(capture, NoteCode.ROWS_SKIPPED) == 1
+    assert count(capture, CaveatCode.ROWS_SKIPPED) == 1
 
 
 @pytest.mark.parametrize("encoding_error", [b"\xff", b"\xc3(", b"\xed\xa0\x80", b"\xf0\x9f"])
 def test_invalid_utf8_in_every_row_is_replaced(trace: Path, encoding_error: bytes) -> None:
     capture = read(trace, whole(200).replace(b"_fwd_", b"_fwd" + encoding_error))
     assert total(capture) == 200 * STEP_NS
-    assert count(capture, NoteCode.INVALID_ENCODING) >= 1
+    assert count(capture, CaveatCode.INVALID_ENCODING) >= 1
 
 
 def test_numbers_written_as_text_are_numbers(trace: Path) -> None:
@@ -123,7 +124,7 @@ def test_elements_that_are_no_events_are_counted(trace: Path) -> None:
     data = whole().replace(b'"traceEvents": [', b'"traceEvents": [1, null, "x", true, 2.5, [], {"ph": "X"}, ')
     capture = read(trace, data)
     assert total(capture) == 3 * STEP_NS
-    assert count(capture, NoteCode.ROWS_SKIPPED) == 6
+    assert count(capture, CaveatCode.ROWS_SKIPPED) == 6
 
 
 def test_events_inside_arrays_of_events_are_found(trace: Path) -> None:
@@ -173,7 +174,7 @@ def test_a_container_left_open_is_incomplete(trace: Path, end: bytes) -> None:
     capture = read(trace, data)
     assert total(capture) == 3 * STEP_NS
     assert not capture.complete
-    assert count(capture, NoteCode.TRUNCATED) > 0
+    assert count(capture, CaveatCode.TRUNCATED) > 0
 
 
 def every_cut_is_refused_or_marked(trace: Path, data: bytes, cuts: range) -> None:
@@ -282,7 +283,7 @@ def test_rows_longer_than_what_is_decoded_at_once_are_read(trace: Path, monkeypa
 def test_arguments_nested_without_end_cost_their_row_only(trace: Path) -> None:
     capture = read(trace, whole().replace(b'"context": 1', b'"x": ' + b"[" * 50_000 + b"]" * 50_000, 1))
     assert total(capture) == 3 * STEP_NS - 10_000
-    assert count(capture, NoteCode.ROWS_SKIPPED) == 1
+    assert count(capture, CaveatCode.ROWS_SKIPPED) == 1
 
 
 def test_chunks_of_any_size_give_the_same(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,5 +337,5 @@ def test_progress_adds_up_to_the_size_of_the_file(trace: Path) -> None:
 
 def test_an_event_array_with_nothing_in_it_has_no_gpu_events(trace: Path) -> None:
     capture = read(trace, encode(container([], Rank())))
-    assert count(capture, NoteCode.NO_GPU_EVENTS) == 0
-    assert [note.code for note in capture.notes] == [NoteCode.NO_GPU_EVENTS]
+    assert count(capture, CaveatCode.NO_GPU_EVENTS) == 0
+    assert [note.code for note in capture.notes] == [CaveatCode.NO_GPU_EVENTS]

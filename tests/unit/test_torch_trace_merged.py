@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.traces import PLAIN, Call, Dress, HostRange, Rank, Work, container, decode_rank, document, encode, rows
-from vllm_k25_instrument.analysis.capture import NO_RANK, Capture, NoteCode
+from vllm_k25_instrument.analysis.capture import NO_RANK, Capture
 from vllm_k25_instrument.analysis.torch_trace import read_torch_trace
+from vllm_k25_instrument.report.caveats import CaveatCode
 
 
 def read(folder: Path, data: bytes, name: str = "merged.json") -> list[Capture]:
@@ -17,7 +18,7 @@ def read(folder: Path, data: bytes, name: str = "merged.json") -> list[Capture]:
     return read_torch_trace(path)
 
 
-def codes(capture: Capture) -> set[NoteCode]:
+def codes(capture: Capture) -> set[CaveatCode]:
     return {note.code for note in capture.notes}
 
 
@@ -67,7 +68,7 @@ def test_devices_that_nothing_tells_apart_go_by_the_order_of_the_file_with_a_not
 def test_ranks_that_nobody_names_get_their_devices_numbers_with_a_note(tmp_path: Path) -> None:
     captures = read(tmp_path, encode(document([busy_rank(100, 0), busy_rank(200, 1, shift_ns=3_000)])))
     assert [c.rank for c in captures] == [0, 1]
-    assert all(NoteCode.RANK_UNKNOWN in codes(c) for c in captures)
+    assert all(CaveatCode.RANK_UNKNOWN in codes(c) for c in captures)
 
 
 def test_a_process_is_named_after_its_rank(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_process_is_named_after_its_rank(tmp_path: Path) -> None:
             event["args"] = {"name": f"VLLM::Worker_TP{7 if event['pid'] == 100 else 3}"}
     captures = read(tmp_path, encode(container(events, Rank(world_size=8))))
     assert {c.process: (c.rank, c.device) for c in captures} == {100: (7, 1), 200: (3, 0)}
-    assert all(NoteCode.RANK_UNKNOWN not in codes(c) for c in captures)
+    assert all(CaveatCode.RANK_UNKNOWN not in codes(c) for c in captures)
 
 
 def test_sglang_marks_each_process_id_with_its_rank(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_two_processes_on_one_device_are_split_with_a_note(tmp_path: Path) -> No
     captures = read(tmp_path, encode(document([first, second])))
     assert sorted((c.process, len(c.activities)) for c in captures) == [(100, 6), (200, 6)]
     assert {c.rank for c in captures} == {NO_RANK}
-    assert all(NoteCode.RANK_UNKNOWN in codes(c) for c in captures)
+    assert all(CaveatCode.RANK_UNKNOWN in codes(c) for c in captures)
 
 
 def test_a_process_on_two_devices_is_two_captures_and_its_launches_count_once(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_a_process_that_launched_in_vain_is_shown_beside_one_that_did_not(tmp_pa
     captures = read(tmp_path, encode(document([busy_rank(100, 0), blind])))
     by_process = {c.process: c for c in captures}
     assert len(by_process[100].activities) == 6
-    assert NoteCode.LAUNCHES_WITHOUT_KERNELS in codes(by_process[200])
+    assert CaveatCode.LAUNCHES_WITHOUT_KERNELS in codes(by_process[200])
 
 
 def test_an_id_used_twice_in_one_process_joins_the_launch_before_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from vllm_k25_instrument.analysis.capture import NO_RANK, CaptureError, Note, NoteCode, Source
+from vllm_k25_instrument.analysis.capture import NO_RANK, CaptureError, Source
 from vllm_k25_instrument.analysis.cross_rank import compare_ranks
 from vllm_k25_instrument.analysis.findings import StepRange
 from vllm_k25_instrument.analysis.inputs import Input, expand
@@ -15,7 +15,7 @@ from vllm_k25_instrument.analysis.workers import Advance, Done, Job, Mapper, run
 from vllm_k25_instrument.plain_text import one_line
 from vllm_k25_instrument.report import breakdown as report_breakdown
 from vllm_k25_instrument.report.breakdown import StepTally
-from vllm_k25_instrument.report.caveats import INCOMPLETE_CODES, Caveat, CaveatCode, format_ranks
+from vllm_k25_instrument.report.caveats import Caveat, CaveatCode, format_ranks, is_complete
 from vllm_k25_instrument.report.gpu import GpuFindings, RankFindings
 from vllm_k25_instrument.report.rings import Report
 from vllm_k25_instrument.report.subject import Subject
@@ -152,14 +152,10 @@ def _said(done: Iterable[Done], source: Source) -> Iterator[Caveat]:
         for reduced in each.reduced:
             for note in reduced.notes:
                 # Of a table nobody expects steps.
-                if not (source is Source.KEY_AVERAGES and note.code is NoteCode.NO_STEPS):
-                    yield _caveat(note)
-            if not reduced.complete and not any(CaveatCode(note.code) in INCOMPLETE_CODES for note in reduced.notes):
+                if not (source is Source.KEY_AVERAGES and note.code is CaveatCode.NO_STEPS):
+                    yield replace(note, message=one_line(note.message))
+            if not reduced.complete and is_complete(reduced.notes):
                 yield Caveat(CaveatCode.TRUNCATED, f"{each.path}: incomplete: what is missing is not known")
-
-
-def _caveat(note: Note) -> Caveat:
-    return Caveat(CaveatCode(note.code.value), one_line(note.message), note.count)
 
 
 def _once(caveats: Iterable[Caveat]) -> list[Caveat]:

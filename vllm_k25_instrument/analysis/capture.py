@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_k25_instrument.plain_text import one_line
+from vllm_k25_instrument.report.caveats import Caveat
 
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
@@ -43,42 +44,6 @@ class ActivityKind(IntEnum):
     MEMCPY = 1
     MEMSET = 2
     GRAPH = 3  # a whole graph launch, opaque (graph-level nsys capture): busy time, no categories
-
-
-class NoteCode(StrEnum):
-    """What a reader had to say of a capture. Codes are part of the JSON schema: add, never rename."""
-
-    INVALID_ENCODING = "invalid_encoding"
-    TRUNCATED = "truncated"
-    BAD_TIMESTAMPS = "bad_timestamps"
-    UNRELIABLE = "unreliable"
-    ROWS_SKIPPED = "rows_skipped"
-    NO_GPU_EVENTS = "no_gpu_events"
-    LAUNCHES_WITHOUT_KERNELS = "launches_without_kernels"
-    GRAPH_LEVEL_TRACE = "graph_level_trace"
-    NO_STEPS = "no_steps"
-    STEPS_INFERRED = "steps_inferred"
-    STEPS_CUT_OFF = "steps_cut_off"
-    NO_NVTX = "no_nvtx"
-    OPEN_RANGES = "open_ranges"
-    GRAPH_NODES_UNMAPPED = "graph_nodes_unmapped"
-    UNNAMED_KERNELS = "unnamed_kernels"
-    MISSING_TABLE = "missing_table"
-    RANKS_MISSING = "ranks_missing"
-    RANK_TWICE = "rank_twice"
-    RANK_UNKNOWN = "rank_unknown"
-    FOOTER_MISMATCH = "footer_mismatch"
-    NAMES_CUT = "names_cut"
-    CLOCKS_NOT_COMMON = "clocks_not_common"
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """One thing a reader found, with a count where it is countable. The message names the file and the remedy."""
-
-    code: NoteCode
-    message: str
-    count: int = 0
 
 
 class CaptureError(Exception):
@@ -168,7 +133,7 @@ class Capture:
     device: int = 0
     clock_base_ns: int | None = None
     complete: bool = True
-    notes: tuple[Note, ...] = field(default=())
+    notes: tuple[Caveat, ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,4 +154,4 @@ class KernelTable:
     repeated_rows: int = 0
     rank: int = NO_RANK
     complete: bool = True
-    notes: tuple[Note, ...] = field(default=())
+    notes: tuple[Caveat, ...] = field(default=())

@@ -9,13 +9,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_k25_instrument.analysis.capture import NO_STEP, Activities, ActivityKind, Capture, Int8, Int32, Int64, Note
+from vllm_k25_instrument.analysis.capture import NO_STEP, Activities, ActivityKind, Capture, Int8, Int32, Int64
 from vllm_k25_instrument.analysis.categories import Categories, categorise
 from vllm_k25_instrument.analysis.classify import Classifier
 from vllm_k25_instrument.analysis.exposure import CATEGORIES, CATEGORY_CODE, Exposure, expose
 from vllm_k25_instrument.analysis.steps import Steps, find_steps
 from vllm_k25_instrument.analysis.timeline import draw_step
 from vllm_k25_instrument.model import Category, GraphMode
+from vllm_k25_instrument.report.caveats import Caveat
 from vllm_k25_instrument.report.gpu import (
     CategoryTotal,
     GpuTotals,
@@ -50,7 +51,7 @@ class Reduced:
     """The findings of one capture, and all that has to be said of it."""
 
     findings: RankFindings
-    notes: tuple[Note, ...]
+    notes: tuple[Caveat, ...]
     complete: bool = True
 
 

@@ -16,10 +16,11 @@ from typing import Final
 
 import numpy as np
 
-from vllm_k25_instrument.analysis.capture import NO_RANK, ActivityKind, CaptureError, KernelTable, Note, NoteCode
+from vllm_k25_instrument.analysis.capture import NO_RANK, ActivityKind, CaptureError, KernelTable
 from vllm_k25_instrument.analysis.kineto.blocks import Blocks
 from vllm_k25_instrument.analysis.kineto.owners import coordinates, global_ranks
 from vllm_k25_instrument.analysis.kineto.rows import ns_of_us
+from vllm_k25_instrument.report.caveats import Caveat, CaveatCode
 
 MARK: Final = "Self CPU %"
 """What every such table has in its header."""
@@ -282,22 +283,26 @@ def _kernel_table(path: Path, tables: list[_Table], rank: int, damage: str, bad_
     has_device = any(_device(table.columns) for table in tables)
     if not all(table.closed for table in tables) or damage:
         notes.append(
-            Note(
-                NoteCode.TRUNCATED,
+            Caveat(
+                CaveatCode.TRUNCATED,
                 f"{path}: the table is cut off{f' ({damage})' if damage else ''}: {len(work)} rows of GPU work "
                 "recovered, profile again",
                 len(work),
             )
         )
     if bad_offset >= 0:
-        notes.append(Note(NoteCode.INVALID_ENCODING, f"{path}: not UTF-8 at byte {bad_offset}: characters replaced", 1))
+        notes.append(
+            Caveat(CaveatCode.INVALID_ENCODING, f"{path}: not UTF-8 at byte {bad_offset}: characters replaced", 1)
+        )
     if unread:
-        notes.append(Note(NoteCode.ROWS_SKIPPED, f"{path}: {unread} lines inside the table are no rows of it", unread))
+        notes.append(
+            Caveat(CaveatCode.ROWS_SKIPPED, f"{path}: {unread} lines inside the table are no rows of it", unread)
+        )
     cut = sum(name.endswith("...") for name in names)
     if cut:
         notes.append(
-            Note(
-                NoteCode.NAMES_CUT,
+            Caveat(
+                CaveatCode.NAMES_CUT,
                 f"{path}: {cut} of {len(names)} kernel names are cut: analyse the trace for reliable categories",
                 cut,
             )
@@ -305,7 +310,9 @@ def _kernel_table(path: Path, tables: list[_Table], rank: int, damage: str, bad_
     if not work:
         reason = "its times are all the CPU's" if not has_device else "it lists no kernels"
         notes.append(
-            Note(NoteCode.NO_GPU_EVENTS, f"no GPU kernel events in {path} ({reason}): profile with CUDA activities on")
+            Caveat(
+                CaveatCode.NO_GPU_EVENTS, f"no GPU kernel events in {path} ({reason}): profile with CUDA activities on"
+            )
         )
     tolerance = sum(row.half_unit_ns for row in work) + sum(table.footer_half_unit_ns for table in tables) + len(tables)
     if footer is not None and work and abs(total - footer) > tolerance:
@@ -316,8 +323,8 @@ def _kernel_table(path: Path, tables: list[_Table], rank: int, damage: str, bad_
             else "a row that looks like a kernel is none"
         )
         notes.append(
-            Note(
-                NoteCode.FOOTER_MISMATCH,
+            Caveat(
+                CaveatCode.FOOTER_MISMATCH,
                 f"{path}: kernels, copies and fills add up to {total / 1e6:.3f} ms, the footer says "
                 f"{footer / 1e6:.3f} ms: {why}; analyse the trace instead",
                 abs(missed),

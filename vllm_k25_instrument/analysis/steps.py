@@ -14,17 +14,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_k25_instrument.analysis.capture import (
-    NO_ANNOTATION,
-    NO_STEP,
-    Capture,
-    Int32,
-    Int64,
-    Note,
-    NoteCode,
-)
+from vllm_k25_instrument.analysis.capture import NO_ANNOTATION, NO_STEP, Capture, Int32, Int64
 from vllm_k25_instrument.analysis.graph_periods import find_period
 from vllm_k25_instrument.analysis.step_names import StepKind, StepLabel, parse_step_name
+from vllm_k25_instrument.report.caveats import Caveat, CaveatCode
 
 MIN_PERIODS: Final = 3
 """Graph launches must repeat at least this often before their period is taken for a step."""
@@ -48,7 +41,7 @@ class Steps:
     cut_off: NDArray[np.bool_]
     of_activity: Int32
     of_launch: Int32
-    notes: tuple[Note, ...] = ()
+    notes: tuple[Caveat, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -170,8 +163,8 @@ def _cut_off_at_the_edges(capture: Capture, steps: Steps) -> Steps:
     count = int(np.count_nonzero(cut_off))
     if not count:
         return steps
-    note = Note(
-        NoteCode.STEPS_CUT_OFF,
+    note = Caveat(
+        CaveatCode.STEPS_CUT_OFF,
         f"{capture.path}: {count} of {len(steps)} steps {'is' if count == 1 else 'are'} cut off at the edge of the "
         "capture, and left out of the averages",
         count,
@@ -237,14 +230,14 @@ def _infer(capture: Capture) -> Steps | None:
         of_activity=_of_activity(capture, of_launch),
         of_launch=of_launch,
         notes=(
-            Note(
-                NoteCode.STEPS_INFERRED,
+            Caveat(
+                CaveatCode.STEPS_INFERRED,
                 f"{capture.path}: no step is annotated; steps are inferred, one for every {graphs_text} of a pattern "
                 "that repeats, so what a step begins and ends with is a guess, and its phase and batch are unknown",
                 len(first),
             ),
-            Note(
-                NoteCode.STEPS_CUT_OFF,
+            Caveat(
+                CaveatCode.STEPS_CUT_OFF,
                 f"{capture.path}: the last of {len(first)} inferred steps has no end, and is left out of the averages",
                 1,
             ),
@@ -258,8 +251,8 @@ def _no_steps(capture: Capture, marked: Steps | None) -> Steps:
     else:
         why = f"{len(marked)} steps are annotated, but no GPU work was launched inside them on their thread"
     nothing = np.zeros(0, np.int64)
-    note = Note(
-        NoteCode.NO_STEPS,
+    note = Caveat(
+        CaveatCode.NO_STEPS,
         f"{capture.path}: no steps found ({why}): only totals of the whole capture are given; capture with vLLM's step "
         "annotations, or with K25_INSTRUMENT=1",
     )

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_k25_instrument.analysis.capture import Capture, CaptureError, Note, NoteCode
+from vllm_k25_instrument.analysis.capture import Capture, CaptureError
 from vllm_k25_instrument.analysis.kineto.assembly import SectionAssembly
 from vllm_k25_instrument.analysis.kineto.blocks import Blocks
 from vllm_k25_instrument.analysis.kineto.columns import Section
 from vllm_k25_instrument.analysis.kineto.document import Document
+from vllm_k25_instrument.report.caveats import Caveat, CaveatCode
 
 
 def read_torch_trace(path: Path, progress: Callable[[int], None] | None = None) -> list[Capture]:
@@ -54,13 +55,13 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _notes(path: Path, document: Document, damage: str) -> tuple[Note, ...]:
+def _notes(path: Path, document: Document, damage: str) -> tuple[Caveat, ...]:
     notes = []
     if damage:
         events = sum(section.rows for section in document.sections)
         notes.append(
-            Note(
-                NoteCode.TRUNCATED,
+            Caveat(
+                CaveatCode.TRUNCATED,
                 f"{path}: truncated or damaged ({damage}): {events} whole events recovered, the capture is incomplete: "
                 "profile again and wait until the file is written",
                 events,
@@ -69,8 +70,8 @@ def _notes(path: Path, document: Document, damage: str) -> tuple[Note, ...]:
     offsets = document.encoding.offsets
     if offsets:
         notes.append(
-            Note(
-                NoteCode.INVALID_ENCODING,
+            Caveat(
+                CaveatCode.INVALID_ENCODING,
                 f"{path}: invalid text encoding, first at byte {min(offsets)}: the characters were replaced, "
                 "all events kept",
                 len(offsets),
@@ -79,12 +80,12 @@ def _notes(path: Path, document: Document, damage: str) -> tuple[Note, ...]:
     return tuple(notes)
 
 
-def _skipped(path: Path, section: Section) -> tuple[Note, ...]:
+def _skipped(path: Path, section: Section) -> tuple[Caveat, ...]:
     skipped = section.skipped
     if not skipped.total:
         return ()
     message = f"{path}: {skipped.total} of {section.rows + skipped.broken} rows left out: {skipped.reasons()}"
-    return (Note(NoteCode.ROWS_SKIPPED, message, skipped.total),)
+    return (Caveat(CaveatCode.ROWS_SKIPPED, message, skipped.total),)
 
 
 __all__ = ["CaptureError", "read_torch_trace"]

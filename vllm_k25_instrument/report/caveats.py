@@ -26,7 +26,7 @@ class CaveatCode(StrEnum):
     HOOK_ERRORS = "hook_errors"
     HOOK_MISSING = "hook_missing"
     STREAMS_OVERLAP = "streams_overlap"
-    # From files: the same codes as ``analysis.capture.NoteCode``.
+    # From files.
     INVALID_ENCODING = "invalid_encoding"
     TRUNCATED = "truncated"
     BAD_TIMESTAMPS = "bad_timestamps"

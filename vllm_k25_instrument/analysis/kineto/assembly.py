@@ -19,8 +19,6 @@ from vllm_k25_instrument.analysis.capture import (
     Int32,
     Int64,
     Launches,
-    Note,
-    NoteCode,
     Source,
 )
 from vllm_k25_instrument.analysis.kineto.columns import BAD_DURATION, Section
@@ -35,6 +33,7 @@ from vllm_k25_instrument.analysis.kineto.owners import (
 )
 from vllm_k25_instrument.analysis.kineto.ranges import Ranges
 from vllm_k25_instrument.analysis.kineto.rows import MISSING, NO_TIME
+from vllm_k25_instrument.report.caveats import Caveat, CaveatCode
 
 UNNAMED: Final = "<unnamed kernel>"
 
@@ -62,7 +61,7 @@ class _Calls:
 class SectionAssembly:
     """Makes the captures of one section. `notes` and `complete` are what the file as a whole has to say."""
 
-    def __init__(self, section: Section, path: Path, notes: tuple[Note, ...], complete: bool) -> None:
+    def __init__(self, section: Section, path: Path, notes: tuple[Caveat, ...], complete: bool) -> None:
         self._path = path
         self._section = section
         self._notes = notes
@@ -204,7 +203,7 @@ class SectionAssembly:
         calls = self._section.calls
         return int((self._starts_kernels[calls.column("name")] & (calls.column("pid") == process)).sum())
 
-    def _ranks(self, keys: list[tuple[int, int]]) -> tuple[dict[int, int], tuple[Note, ...]]:
+    def _ranks(self, keys: list[tuple[int, int]]) -> tuple[dict[int, int], tuple[Caveat, ...]]:
         processes = sorted({process for process, _ in keys})
         said = [self._coordinates(process) for process in processes]
         info = self._section.metadatum("distributedInfo")
@@ -223,9 +222,9 @@ class SectionAssembly:
             message = (
                 f"{self._path}: the ranks of its {len(processes)} processes are not named: device numbers stand in"
             )
-            return devices, (Note(NoteCode.RANK_UNKNOWN, message, len(processes)),)
+            return devices, (Caveat(CaveatCode.RANK_UNKNOWN, message, len(processes)),)
         message = f"{self._path}: the ranks of its {len(processes)} processes are not named: analyse one file per rank"
-        return dict.fromkeys(processes, NO_RANK), (Note(NoteCode.RANK_UNKNOWN, message, len(processes)),)
+        return dict.fromkeys(processes, NO_RANK), (Caveat(CaveatCode.RANK_UNKNOWN, message, len(processes)),)
 
     def _coordinates(self, process: int) -> dict[str, int]:
         if process == NO_OWNER:
@@ -242,7 +241,7 @@ class SectionAssembly:
         key: tuple[int, int],
         rows: NDArray[np.int64],
         rank: int,
-        rank_notes: tuple[Note, ...],
+        rank_notes: tuple[Caveat, ...],
         elsewhere: list[NDArray[np.int64]] | None,
     ) -> Capture:
         """The capture of some rows of GPU work.
@@ -293,7 +292,7 @@ class SectionAssembly:
         nameless = int(self._nameless[activities.name].sum()) if len(activities) else 0
         if nameless:
             notes.append(
-                Note(NoteCode.UNNAMED_KERNELS, f"{self._path}: {nameless} rows of GPU work have no name", nameless)
+                Caveat(CaveatCode.UNNAMED_KERNELS, f"{self._path}: {nameless} rows of GPU work have no name", nameless)
             )
         info = self._section.metadatum("distributedInfo")
         world = info.get("world_size") if isinstance(info, dict) else 0
@@ -313,7 +312,7 @@ class SectionAssembly:
             notes=tuple(notes),
         )
 
-    def _sound(self, rows: NDArray[np.int64], notes: list[Note]) -> NDArray[np.int64]:
+    def _sound(self, rows: NDArray[np.int64], notes: list[Caveat]) -> NDArray[np.int64]:
         """The rows with possible times, sorted by start; the others are counted in `notes`."""
         start = self._section.gpu.column("start")[rows]
         duration = self._section.gpu.column("duration")[rows]
@@ -330,8 +329,8 @@ class SectionAssembly:
         if bad:
             share = bad / len(rows)
             notes.append(
-                Note(
-                    NoteCode.BAD_TIMESTAMPS,
+                Caveat(
+                    CaveatCode.BAD_TIMESTAMPS,
                     f"{self._path}: {bad} of {len(rows)} rows of GPU work have impossible times (zero, negative or "
                     "absurd): left out of all sums",
                     bad,
@@ -339,8 +338,8 @@ class SectionAssembly:
             )
             if share > _UNRELIABLE_SHARE:
                 notes.append(
-                    Note(
-                        NoteCode.UNRELIABLE,
+                    Caveat(
+                        CaveatCode.UNRELIABLE,
                         f"{self._path}: {share:.1%} of the GPU work has impossible times: do not trust this capture, "
                         "profile fewer steps again",
                         bad,
@@ -480,11 +479,11 @@ class SectionAssembly:
             base = int(base)
         return base if isinstance(base, int) and 0 < base < 2**63 else None
 
-    def _note_emptiness(self, activities: Activities, launches: Launches, notes: list[Note]) -> None:
+    def _note_emptiness(self, activities: Activities, launches: Launches, notes: list[Caveat]) -> None:
         if self._shared:
             notes.append(
-                Note(
-                    NoteCode.RANK_UNKNOWN,
+                Caveat(
+                    CaveatCode.RANK_UNKNOWN,
                     f"{self._path}: {self._shared} rows of GPU work could belong to either of two processes that "
                     "share a device and its correlation ids: analyse one file per rank",
                     self._shared,
@@ -492,8 +491,8 @@ class SectionAssembly:
             )
         elif self._guessed:
             notes.append(
-                Note(
-                    NoteCode.RANK_UNKNOWN,
+                Caveat(
+                    CaveatCode.RANK_UNKNOWN,
                     f"{self._path}: processes and devices match in every respect, and were paired in the order in "
                     "which they appear: analyse one file per rank",
                 )
@@ -504,8 +503,8 @@ class SectionAssembly:
         count = int(self._starts_kernels[launches.name].sum()) if len(launches) else 0
         if count:
             notes.append(
-                Note(
-                    NoteCode.LAUNCHES_WITHOUT_KERNELS,
+                Caveat(
+                    CaveatCode.LAUNCHES_WITHOUT_KERNELS,
                     f"{self._path}: {count} launches but 0 kernels: GPU tracing was not active (another CUPTI client "
                     "such as nsys?): profile with torch.profiler alone",
                     count,
@@ -513,8 +512,8 @@ class SectionAssembly:
             )
         else:
             notes.append(
-                Note(
-                    NoteCode.NO_GPU_EVENTS,
+                Caveat(
+                    CaveatCode.NO_GPU_EVENTS,
                     f"no GPU kernel events in {self._path}: profile with CUDA activities on, while requests run",
                 )
             )

@@ -18,7 +18,6 @@ from vllm_k25_instrument.analysis.capture import (
     Capture,
     Int64,
     Launches,
-    Note,
     Source,
 )
 from vllm_k25_instrument.analysis.nsys import notes
@@ -26,6 +25,7 @@ from vllm_k25_instrument.analysis.nsys.process import NO_LAUNCH, Process
 from vllm_k25_instrument.analysis.nsys.read_tables import RUNTIME_TABLES
 from vllm_k25_instrument.analysis.nsys.tables import UNKNOWN, Tables, Work, pid_of
 from vllm_k25_instrument.analysis.nsys.workers import Ranks, rank_of
+from vllm_k25_instrument.report.caveats import Caveat
 
 _MOST_STREAMS: Final = 1 << 30
 
@@ -100,7 +100,7 @@ def assemble(origin: Origin, process: int, joined: Process) -> Iterator[Capture]
         )
 
 
-def _notes(origin: Origin, joined: Process, rows: Int64, device: int, calls: NDArray[np.bool_]) -> Iterator[Note]:
+def _notes(origin: Origin, joined: Process, rows: Int64, device: int, calls: NDArray[np.bool_]) -> Iterator[Caveat]:
     path, tables = origin.path, origin.tables
     kind = joined.work.kind[rows]
     kernels, graphs = int((kind == ActivityKind.KERNEL).sum()), int((kind == ActivityKind.GRAPH).sum())

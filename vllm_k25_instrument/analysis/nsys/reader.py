@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from vllm_k25_instrument.analysis.capture import NO_RANK, ActivityKind, Capture, CaptureError, Note, NoteCode
+from vllm_k25_instrument.analysis.capture import NO_RANK, ActivityKind, Capture, CaptureError
 from vllm_k25_instrument.analysis.nsys import notes
 from vllm_k25_instrument.analysis.nsys.assemble import Origin, assemble
 from vllm_k25_instrument.analysis.nsys.database import EXPORT_AGAIN, MAGIC, Database, open_database
@@ -23,6 +23,7 @@ from vllm_k25_instrument.analysis.nsys.read_tables import (
 from vllm_k25_instrument.analysis.nsys.report_file import REPORT_SUFFIXES, exported
 from vllm_k25_instrument.analysis.nsys.strings import Names, Strings
 from vllm_k25_instrument.analysis.nsys.workers import find_ranks
+from vllm_k25_instrument.report.caveats import Caveat, CaveatCode
 
 Progress = Callable[[int], None]
 
@@ -98,12 +99,12 @@ def _captures(path: Path, database: Database) -> list[Capture]:
     return [replace(each, complete=complete, notes=(*each.notes, *shared)) for each in found]
 
 
-def _matters_beside_kernels(note: Note) -> bool:
+def _matters_beside_kernels(note: Caveat) -> bool:
     """That one device saw copies only is no news where another has the kernels."""
-    return note.code is not NoteCode.NO_GPU_EVENTS
+    return note.code is not CaveatCode.NO_GPU_EVENTS
 
 
-def _on_ranks(path: Path, found: list[Capture]) -> Iterator[Note]:
+def _on_ranks(path: Path, found: list[Capture]) -> Iterator[Caveat]:
     """Nobody asks one capture for its rank; of several it matters."""
     unknown = sum(each.rank == NO_RANK for each in found)
     if len(found) > 1 and unknown:
