@@ -13,7 +13,6 @@ from typing import Annotated, Final
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_k25_instrument.bench.document import BenchDocument, Remark
 from vllm_k25_instrument.bench.errors import BenchError, CannotRunError
@@ -21,7 +20,7 @@ from vllm_k25_instrument.bench.intervals import FEWEST
 from vllm_k25_instrument.bench.routing import EXTREMES, Routing, read_counts
 from vllm_k25_instrument.bench.table import BenchTable
 from vllm_k25_instrument.commands.documents import fail, show_or_write_json
-from vllm_k25_instrument.commands.terminal import messages
+from vllm_k25_instrument.commands.terminal import MovingLine, messages
 from vllm_k25_instrument.demo.build import Build
 from vllm_k25_instrument.limits.errors import LimitsError
 from vllm_k25_instrument.limits.gpus import AUTO
@@ -302,13 +301,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[str], None]]:
     """On a terminal a line that moves; elsewhere nothing."""
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as shown:
-        task = shown.add_task("starting", total=None)
-        yield lambda text: shown.update(task, description=text)
+    line = MovingLine(console)
+    with line.shown():
+        yield line.update
 
 
 def read_shape(config: Path | None) -> tuple[ModelShape, str]:

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from types import FrameType
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_k25_instrument.commands.documents import fail, show, show_or_write_json
-from vllm_k25_instrument.commands.terminal import messages
+from vllm_k25_instrument.commands.terminal import STDOUT, MovingLine, messages
 from vllm_k25_instrument.limits.gpus import AUTO
 
 if TYPE_CHECKING:
@@ -240,7 +239,6 @@ def report(
     """
     from vllm_k25_instrument.campaign.document import report_document
     from vllm_k25_instrument.campaign.render import to_html, to_markdown
-    from vllm_k25_instrument.commands.terminal import STDOUT
 
     errors = messages()
     if [json_file, markdown, html].count(STDOUT) > 1:
@@ -404,24 +402,15 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress: Progress | None = None
+        self._line = MovingLine(console)
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self) -> AbstractContextManager[None]:
         """While this is open, progress shows."""
-        if not self._console.is_terminal:
-            yield
-            return
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as self._progress:
-            self._progress.add_task("starting", total=None)
-            yield
-        self._progress = None
+        return self._line.shown()
 
     def progress(self, text: str) -> None:
         """What is going on; shown on a terminal only."""
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], description=text)
+        self._line.update(text)
 
     def say(self, text: str) -> None:
         """A line of plain text."""

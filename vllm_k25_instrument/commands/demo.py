@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from types import FrameType
@@ -13,10 +13,9 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_k25_instrument.commands.documents import fail
-from vllm_k25_instrument.commands.terminal import STDOUT, Terminal, messages
+from vllm_k25_instrument.commands.terminal import STDOUT, MovingLine, Terminal, messages
 from vllm_k25_instrument.demo.build import BuildError, plan_demo
 from vllm_k25_instrument.demo.graph_modes import graph_mode_lines
 from vllm_k25_instrument.demo.load import LoadResult
@@ -137,28 +136,20 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress: Progress | None = None
+        self._line = MovingLine(console)
         self._stage = ""
 
-    @contextmanager
-    def progress(self) -> Iterator[None]:
+    def progress(self) -> AbstractContextManager[None]:
         """While this is open, `stage` shows on one line that moves, or in a log on a line of its own."""
-        if not self._console.is_terminal:
-            yield
-            return
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as self._progress:
-            self._progress.add_task("starting", total=None)
-            yield
-        self._progress = None
+        return self._line.shown()
 
     def stage(self, text: str, elapsed_s: float | None = None) -> None:
         """Say what is going on; repeating it says nothing new."""
         if text == self._stage:
             return
         self._stage = text
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], description=text)
+        if self._line.showing:
+            self._line.update(text)
         else:
             self.say(f"{'' if elapsed_s is None else f'{elapsed_s:4.0f} s  '}{text}")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from vllm_k25_instrument.plain_text import without_controls
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 STDOUT: Final = Path("-")
 """What stands for standard output where a command takes a file."""
@@ -41,6 +45,38 @@ class Terminal(Console):
                 yield segment
             else:
                 yield Segment(without_controls(segment.text), segment.style)
+
+
+class MovingLine:
+    """On a terminal, a line that says what is going on and for how long; elsewhere nothing."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While this is open, the line shows."""
+        if not self._console.is_terminal:
+            yield
+            return
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as self._progress:
+            self._progress.add_task("starting", total=None)
+            yield
+        self._progress = None
+
+    @property
+    def showing(self) -> bool:
+        """Whether what `update` says is seen."""
+        return self._progress is not None
+
+    def update(self, text: str) -> None:
+        """Say what is going on now."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], description=text)
 
 
 def messages() -> Terminal:
