@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from tests.breakdowns import breakdown
 from tests.kimi_k25 import kimi_k25_config
 from tests.unit.test_report_rings import US, open_rank, write_server
 from vllm_k25_instrument.cli import app
@@ -21,28 +22,8 @@ def run(*arguments):
 
 def document(groups, *, source="ring", complete=True):
     """`groups`: (phase, batch, rank, steps, {category: exclusive of all steps, ns}, the rest)."""
-    return {
-        "schema": "vllm_k25.breakdown/1",
-        "source": source,
-        "complete": complete,
-        "warnings": [],
-        "ranks": {"found": [0], "expected": 1},
-        "groups": [
-            {
-                "phase": phase,
-                "batch": batch,
-                "graph_mode": "full",
-                "rank": rank,
-                "steps": steps,
-                "step_ns": {"mean": 0, "p50": 0, "p99": 0},
-                "categories": {
-                    name: {"sum_ns": time, "exclusive_ns": time, "count": steps} for name, time in times.items()
-                },
-                "unattributed_ns": rest,
-            }
-            for phase, batch, rank, steps, times, rest in groups
-        ],
-    }
+    with_mode = [(phase, batch, "full", *others) for phase, batch, *others in groups]
+    return breakdown(with_mode, source=source, complete=complete)
 
 
 # A decode step of 12.1 ms, as Kimi-K2.5's at batch 1 on eight cards over PCIe.
