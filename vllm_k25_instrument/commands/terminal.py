@@ -63,10 +63,13 @@ class MovingLine:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as self._progress:
-            self._progress.add_task("starting", total=None)
-            yield
-        self._progress = None
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            progress.add_task("starting", total=None)
+            self._progress = progress
+            try:
+                yield
+            finally:
+                self._progress = None
 
     @property
     def showing(self) -> bool:
