@@ -28,7 +28,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.otlp_receivers import http_receiver  # noqa: E402
-from vllm_k25_instrument.bench.intervals import FEWEST, sign_rank  # noqa: E402
+from vllm_k25_instrument.bench.intervals import FEWEST, median_bounds  # noqa: E402
 from vllm_k25_instrument.demo.load import run_load  # noqa: E402
 from vllm_k25_instrument.demo.server import VllmServer  # noqa: E402
 from vllm_k25_instrument.demo.tiny_model import write_tiny_k25  # noqa: E402
@@ -139,10 +139,9 @@ def report(step_ns: dict[str, list[float]], grown_kib: dict[str, list[int]]) -> 
 
 
 def median(values: Sequence[float]) -> dict[str, float]:
-    """A median and its interval, as :func:`vllm_k25_instrument.bench.intervals.median_interval` has them of ns."""
-    ordered, k = sorted(values), sign_rank(len(values))
-    bounds = {"median": statistics.median(ordered), "low": ordered[k - 1], "high": ordered[-k]}
-    return {name: round(value, 3) for name, value in bounds.items()}
+    """A median and its 95 % interval."""
+    low, middle, high = median_bounds(values)
+    return {"median": round(middle, 3), "low": round(low, 3), "high": round(high, 3)}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from vllm_k25_instrument.bench.intervals import sign_rank
+from vllm_k25_instrument.bench.intervals import median_bounds
 from vllm_k25_instrument.demo.load import run_load
 from vllm_k25_instrument.demo.server import VllmServer
 from vllm_k25_instrument.demo.tiny_model import write_tiny_k25
@@ -132,9 +132,8 @@ def report(rates: dict[str, list[float]]) -> None:
     for name in CONFIGURATIONS:
         if name == "off":
             continue
-        logs = sorted(math.log(on / off) for on, off in zip(rates[name], rates["off"], strict=True))
-        k = sign_rank(pairs)
-        low, mid, high = (math.exp(x) for x in (logs[k - 1], statistics.median(logs), logs[pairs - k]))
+        logs = [math.log(on / off) for on, off in zip(rates[name], rates["off"], strict=True)]
+        low, mid, high = map(math.exp, median_bounds(logs))
         print(f"{name:18} median on/off = {mid:.4f}, 95 % interval {low:.4f} to {high:.4f} (aim >= {AIMS[name]})")
         center = statistics.fmean(logs)
         half = t95(pairs - 1) * statistics.stdev(logs) / math.sqrt(pairs)

@@ -29,7 +29,13 @@ class Median:
 
 
 def median_interval(values: Sequence[float]) -> Median:
-    """The median of at least :data:`FEWEST` values and its interval by order statistics (the sign test).
+    """The median of at least :data:`FEWEST` times, ns, and its interval. Raises ValueError for fewer values."""
+    low, middle, high = median_bounds(values)
+    return Median(round(middle), round(low), round(high), len(values))
+
+
+def median_bounds(values: Sequence[float]) -> tuple[float, float, float]:
+    """Low end, median and high end: the interval of at least :data:`FEWEST` values by order statistics (the sign test).
 
     How many of n independent values lie below their median is Binomial(n, 1/2), whatever their distribution, so the
     k-th smallest to the k-th largest hold it with 95 % or more (Conover, Practical Nonparametric Statistics, 3.2).
@@ -39,7 +45,7 @@ def median_interval(values: Sequence[float]) -> Median:
         raise ValueError(f"no 95 % interval of the median of {len(values)} values: {FEWEST} are needed")
     ordered = sorted(values)
     k = sign_rank(len(ordered))
-    return Median(round(median(ordered)), round(ordered[k - 1]), round(ordered[-k]), len(ordered))
+    return ordered[k - 1], median(ordered), ordered[-k]
 
 
 def sign_rank(count: int) -> int:
